@@ -1,0 +1,79 @@
+"""Configuration of the verifier's engine: one frozen tree, unknown names refused, defaults standing once."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from common.errors import InvalidArgumentError
+from common.validation import to_outrider_error
+
+MAX_SPECULATIVE_TOKENS = 16
+BLOCK_SIZE = 16
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_bytes(value: object) -> object:
+    """'512M', '4GiB' or a number -> bytes. Anything else is returned as it is, for the type check to refuse."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+    if match is None:
+        raise ValueError("a number of bytes, such as 4G or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+class EngineConfig(BaseModel):
+    """What an engine serves and with which limits.
+
+    Raises:
+        InvalidArgumentError: a value is out of range; names the field, the value and the limit.
+        UnknownOptionError: an option that does not exist; names the nearest one that does.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    model: str = Field(min_length=1)
+    """A Hugging Face model directory."""
+    drafter: Literal["ngram", "none"] = "ngram"
+    num_speculative_tokens: int = Field(default=3, ge=0, le=MAX_SPECULATIVE_TOKENS)
+    """K: at most this many draft tokens a row and step."""
+    prompt_lookup_max: int = Field(default=5, ge=1, le=32)
+    """Longest n-gram that the n-gram drafter looks for."""
+    prompt_lookup_min: int = Field(default=2, ge=1, le=32)
+    """Shortest n-gram that counts as a match."""
+    device: Literal["cpu"] = "cpu"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: float32 on a CPU, so that output does not depend on speculation."""
+    max_model_len: int | None = Field(default=None, ge=2)
+    """Longest prompt + output; None: what the model allows."""
+    max_num_seqs: int = Field(default=64, ge=1, le=4096)
+    """Rows: requests that run at the same time."""
+    max_num_batched_tokens: int = Field(default=2048, ge=16)
+    """Tokens of one step; longer prompts are prefilled in chunks of at most this."""
+    max_num_waiting: int = Field(default=1024, ge=1)
+    """Requests that wait for a row; one more is refused with RESOURCE_EXHAUSTED."""
+    kv_cache_memory: Bytes = Field(default=1 << 30, ge=1)
+    """Bytes of KV cache on a CPU; '512M' and '4G' are understood."""
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = True
+    """Plan step N+1 before the outcome of step N is known."""
+    skip_tokenizer_init: bool = False
+    """Token ids in and out; no text, no stop strings."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """CPU threads of the forward pass; None: torch's default."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise to_outrider_error(error, type(self), values) from None
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            limit = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
+            raise InvalidArgumentError("prompt_lookup_min", self.prompt_lookup_min, limit)
