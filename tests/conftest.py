@@ -1,0 +1,31 @@
+"""Settings for all tests. Nothing here imports torch: most tests do without it and start in a fraction of the time."""
+
+import os
+
+import hypothesis
+import pytest
+
+# torch reads these when it is first imported. Two threads are what the smallest machine of CI has; more would only
+# make a run's time depend on the machine. Subprocesses of tests inherit them.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("MKL_NUM_THREADS", "2")
+# No test downloads a model or a tokenizer.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A busy machine is not a bug: no example has a deadline. The same examples run each time, so that a failure of CI
+# is a failure at a desk; `--hypothesis-profile=search` looks for new ones.
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need more CUDA devices than there are; ask torch only when such a test comes up."""
+    num_needed = 2 if item.get_closest_marker("multigpu") else 1 if item.get_closest_marker("gpu") else 0
+    if num_needed == 0:
+        return
+    import torch
+
+    num_devices = torch.cuda.device_count()
+    if num_devices < num_needed:
+        pytest.skip(f"needs {num_needed} CUDA device(s), found {num_devices}")
