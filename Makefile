@@ -36,7 +36,7 @@ format: $(STAMP) ## Format the code
 	@$(BIN)/ruff check --quiet --fix --select I
 	@$(BIN)/ruff format
 
-lock: $(STAMP) ## Resolve constraints.txt again (UPGRADE=1 for the newest versions)
+lock: | $(BIN)/python ## Resolve constraints.txt again (UPGRADE=1 for the newest versions)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 	@$(BIN)/python deploy/lock.py $(BIN)/uv $(if $(UPGRADE),--upgrade)
 

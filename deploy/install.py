@@ -42,6 +42,13 @@ def installed_torch() -> tuple[str, str | None] | None:
     return torch.version, build["cuda"]
 
 
+def describe(installed: tuple[str, str | None] | None) -> str:
+    if installed is None:
+        return "none"
+    version, cuda = installed
+    return f"{version}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}"
+
+
 def is_wanted(installed: tuple[str, str | None] | None, version: str, backend: str) -> bool:
     if installed is None:
         return False
@@ -122,10 +129,10 @@ def main() -> None:
         install_torch(version, options.backend)
     installed = installed_torch()
     if installed is None or not is_wanted(installed, version, options.backend):
-        sys.exit(f"setup: expected torch {version} for {options.backend}, found {installed or 'none'}")
+        sys.exit(f"setup: expected a {options.backend} build of torch {version}, found {describe(installed)}")
     install_outrider(installed[0], options.extra + (["gpu"] if options.backend == "cuda" else []))
     if installed_torch() != installed:
-        sys.exit(f"setup: installing the rest changed torch from {installed} to {installed_torch()}")
+        sys.exit(f"setup: expected torch to stay {describe(installed)}, found {describe(installed_torch())}")
 
 
 if __name__ == "__main__":
