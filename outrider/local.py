@@ -1,0 +1,118 @@
+"""Embedded wiring: verifier and drafter in one process. The only module that imports several services."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from common.config import BLOCK_SIZE, EngineConfig
+from common.errors import ModelLoadError
+from common.logging import get_logger
+from drafter_svc.methods.ngram import NgramMethod
+from model_executor.drafting import DraftMethod, NoDraft
+from model_executor.kv_cache import KVCache, num_blocks_for
+from model_executor.models.registry import load_model
+from model_executor.row_state import RowState
+from verifier_svc.engine.engine import Engine
+from verifier_svc.engine.executor import InlineExecutor, StepExecutor, ThreadExecutor
+from verifier_svc.engine.model_runner import ModelRunner
+from verifier_svc.front.admission import ServedModel
+from verifier_svc.orchestrator.block_pool import BlockPool
+from verifier_svc.orchestrator.orchestrator import Orchestrator
+from verifier_svc.sampling.state import SamplingState
+
+ASYNC_DEPTH = 2
+"""Steps in flight of the asynchronous loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEngine:
+    """An engine and what its requests are checked against."""
+
+    engine: Engine
+    served: ServedModel
+
+
+def build_draft_method(config: EngineConfig) -> DraftMethod:
+    """The method that `config.drafter` names."""
+    if config.drafter == "ngram" and config.num_speculative_tokens > 0:
+        return NgramMethod(config.prompt_lookup_max, config.prompt_lookup_min)
+    return NoDraft()
+
+
+def build_local_engine(
+    config: EngineConfig, draft_method: DraftMethod | None = None, progress: bool = True
+) -> LocalEngine:
+    """Load the model and wire an engine around it.
+
+    Args:
+        config: what to serve.
+        draft_method: used instead of the one that `config.drafter` names.
+        progress: show a bar while weights load, if standard error is a terminal.
+
+    Raises:
+        ModelLoadError: the model directory cannot be served.
+        InvalidArgumentError: an option does not fit the model.
+    """
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
+    device = torch.device(config.device)
+    decoder = load_model(config.model, config.dtype, device, config.max_model_len, progress)
+    max_model_len = decoder.max_model_len
+    num_blocks = num_blocks_for(config.kv_cache_memory, decoder.config, decoder.dtype, max_model_len)
+    # No more blocks than all rows together can ever fill: a small model would only clear memory that nobody uses.
+    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // BLOCK_SIZE) + 1)
+    kv_cache = KVCache(decoder.config, num_blocks, decoder.dtype, device)
+    rows = RowState(config.max_num_seqs, max_model_len, BLOCK_SIZE, device)
+    sampling = SamplingState(config.max_num_seqs, decoder.config.vocab_size, device)
+    if draft_method is None:
+        draft_method = build_draft_method(config)
+    runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
+    orchestrator = Orchestrator(
+        BlockPool(num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_waiting=config.max_num_waiting,
+    )
+    depth = ASYNC_DEPTH if config.async_scheduling else 1
+    executor: StepExecutor = ThreadExecutor(runner, depth) if config.async_scheduling else InlineExecutor(runner)
+    served = ServedModel(
+        vocab_size=decoder.config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=decoder.config.eos_token_ids,
+        num_speculative_tokens=0 if config.drafter == "none" else config.num_speculative_tokens,
+        tokenizer=tokenizer,
+    )
+    get_logger(__name__).info(
+        "engine ready",
+        **config.model_dump(),
+        served_dtype=str(decoder.dtype).removeprefix("torch."),
+        served_max_model_len=max_model_len,
+        num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
+    )
+    return LocalEngine(Engine(orchestrator, executor, depth), served)
+
+
+def load_tokenizer(directory: str) -> Tokenizer:
+    """The fast tokenizer of a model directory, set up as transformers does.
+
+    Raises:
+        ModelLoadError: there is none, or it cannot be read.
+    """
+    if not Path(directory).is_dir():
+        raise ModelLoadError(f"model directory {directory} does not exist: expected a Hugging Face model directory")
+    from transformers import AutoTokenizer  # late: it takes a second, and many tests need none
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many kinds, and all of them mean a broken directory here
+        hint = "expected tokenizer.json; skip_tokenizer_init=True serves token ids without one"
+        raise ModelLoadError(f"{directory} holds no tokenizer that can be read ({error}): {hint}") from error
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise ModelLoadError(f"{directory} holds a tokenizer of class {type(tokenizer).__name__}: expected a fast one")
+    return backend

@@ -1,0 +1,95 @@
+"""The engine: requests in, events out, a step at a time."""
+
+from __future__ import annotations
+
+from common.errors import EngineClosedError
+from common.types import Request
+from verifier_svc.engine.executor import StepExecutor
+from verifier_svc.orchestrator.orchestrator import Orchestrator
+from verifier_svc.orchestrator.step import Event
+
+
+class Engine:
+    """Drives the orchestrator and the device. Not thread-safe: one thread owns it.
+
+    Args:
+        orchestrator: plans and applies.
+        executor: runs the plans.
+        depth: steps in flight at most. 1 with an `InlineExecutor` is the synchronous loop; 2 plans step N+1 before the
+            outcome of step N is known. Both yield the same tokens.
+    """
+
+    def __init__(self, orchestrator: Orchestrator, executor: StepExecutor, depth: int) -> None:
+        self.orchestrator = orchestrator
+        self._executor = executor
+        self._depth = depth
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    @property
+    def has_work(self) -> bool:
+        return self.orchestrator.has_work
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ResourceExhaustedError: the queue is full.
+            EngineClosedError: closed, or a step has failed.
+        """
+        self._check_alive()
+        self.orchestrator.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request; no event of it comes any more. False: there is none of that id."""
+        return self.orchestrator.abort(request_id)
+
+    def step(self) -> list[Event]:
+        """Keep the device busy, then take one outcome.
+
+        Returns:
+            What happened, in the order of the step's rows; nothing when there was no work.
+
+        Raises:
+            EngineClosedError: a step has failed; the cause is attached, and no request can be served any more.
+        """
+        self._check_alive()
+        self._submit()
+        return self._apply_oldest()
+
+    def drain(self) -> list[Event]:
+        """Take the outcomes of all steps in flight without planning more: aborted rows and blocks are back after it."""
+        events: list[Event] = []
+        while self._failure is None and not self._closed and self.orchestrator.num_in_flight:
+            events += self._apply_oldest()
+        return events
+
+    def _submit(self) -> None:
+        orchestrator = self.orchestrator
+        while orchestrator.num_in_flight < self._depth:
+            plan = orchestrator.plan()
+            if plan is None:
+                break
+            self._executor.submit(plan)
+
+    def _apply_oldest(self) -> list[Event]:
+        if self.orchestrator.num_in_flight == 0:
+            return []
+        try:
+            outcome = self._executor.result()
+        except Exception as error:
+            self._failure = error
+            raise EngineClosedError(f"a step failed, the engine cannot go on: {error!r}") from error
+        return self.orchestrator.apply(outcome)
+
+    def close(self) -> None:
+        """Stop the device worker. Requests that still run get no further events."""
+        if not self._closed:
+            self._closed = True
+            self._executor.close()
+
+    def _check_alive(self) -> None:
+        if self._closed:
+            raise EngineClosedError("the engine has been closed")
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine stopped after a step failed: {self._failure!r}") from self._failure

@@ -1,0 +1,97 @@
+"""From what a caller asks to a request the engine can run: every check stands before the queue."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from common.errors import InvalidArgumentError
+from common.sampling_params import MAX_SEED, SamplingParams
+from common.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a request is checked against."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_speculative_tokens: int
+    tokenizer: Tokenizer | None
+    """None: token ids in and out."""
+
+    def tokenize(self, prompt: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer adds."""
+        if self.tokenizer is None:
+            raise InvalidArgumentError("prompt", prompt, "token ids, as the engine has no tokenizer")
+        return self.tokenizer.encode(prompt).ids
+
+
+def build_requests(
+    request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, model: ServedModel
+) -> list[Request]:
+    """The `n` requests of one prompt. Output i is drawn with seed + i.
+
+    Raises:
+        InvalidArgumentError: names the field, the value and the limit.
+    """
+    _check_prompt(prompt_token_ids, model)
+    params.check_vocabulary(model.vocab_size)
+    if model.tokenizer is None and (params.stop or params.bad_words):
+        field = "stop" if params.stop else "bad_words"
+        raise InvalidArgumentError(field, getattr(params, field), "none, as the engine has no tokenizer")
+    prompt = list(prompt_token_ids)
+    room = model.max_model_len - len(prompt)
+    if params.min_tokens > room:
+        limit = f"at most max_model_len - prompt tokens = {room}"
+        raise InvalidArgumentError("min_tokens", params.min_tokens, limit)
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+    ends = () if params.ignore_eos else model.eos_token_ids
+    num_draft = model.num_speculative_tokens
+    if params.num_speculative_tokens is not None:
+        num_draft = min(num_draft, params.num_speculative_tokens)
+    seed = secrets.randbits(64) if params.seed is None else params.seed
+    bad_words = params.bad_words_token_ids + _bad_word_ids(params.bad_words, model)
+    return [
+        Request(
+            request_id=request_id if params.n == 1 else f"{request_id}-{index}",
+            prompt_token_ids=prompt,
+            params=params,
+            seed=(seed + index) % (MAX_SEED + 1),
+            max_len=len(prompt) + max_tokens,
+            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
+            bad_words=bad_words,
+            num_speculative_tokens=num_draft,
+        )
+        for index in range(params.n)
+    ]
+
+
+def _check_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> None:
+    count = len(prompt_token_ids)
+    if count == 0:
+        raise InvalidArgumentError("prompt", [], "at least one token")
+    if count >= model.max_model_len:
+        limit = f"fewer than max_model_len = {model.max_model_len}"
+        raise InvalidArgumentError("prompt", f"{count} tokens", limit)
+    for index, token in enumerate(prompt_token_ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < model.vocab_size:
+            raise InvalidArgumentError(f"prompt[{index}]", token, f"a token id in [0, {model.vocab_size})")
+
+
+def _bad_word_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is spelt at the beginning of a text and behind a space."""
+    spellings: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, f" {word.lstrip()}"):
+            assert model.tokenizer is not None
+            ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+            if any(token >= model.vocab_size for token in ids):
+                raise InvalidArgumentError("bad_words", word, f"words of the model's {model.vocab_size} tokens")
+            if ids:
+                spellings[ids] = None
+    return tuple(spellings)

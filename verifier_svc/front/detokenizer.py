@@ -1,0 +1,49 @@
+"""Token ids to text, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+# Some decoders treat the first token of a text differently (a leading space is dropped). A few prompt tokens before
+# the output give them the context they had in training.
+_CONTEXT_TOKENS = 8
+
+
+class Detokenizer:
+    """Text of one output, as it grows. Bytes of an unfinished character are held back until it is complete.
+
+    Args:
+        tokenizer: shared by all streams.
+        prompt_token_ids: what the output follows.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        self._stream = DecodeStream(self._context, skip_special_tokens)
+        self._pending: list[int] = []  # tokens since text last came out, behind the one token before them
+
+    def add(self, token_id: int) -> str:
+        """Text that this token completes; often that of the token, sometimes none."""
+        self._pending.append(token_id)
+        text = self._stream.step(self._tokenizer, token_id)
+        if text:
+            self._context = [token_id]
+            self._pending.clear()
+        return text or ""
+
+    def flush(self) -> str:
+        """What was held back: an unfinished character reads as U+FFFD. Call it once, at the end."""
+        if not self._pending:
+            return ""
+        before = self._decode(self._context)
+        whole = self._decode(self._context + self._pending)
+        return whole[len(before) :] if whole.startswith(before) else self._decode(self._pending)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
