@@ -37,7 +37,7 @@ format: $(STAMP) ## Format the code
 	@$(BIN)/ruff format
 
 lock: | $(BIN)/python ## Resolve constraints.txt again (UPGRADE=1 for the newest versions)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv
 	@$(BIN)/python deploy/lock.py $(BIN)/uv $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove .venv and everything generated
