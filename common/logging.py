@@ -72,6 +72,21 @@ def configure_logging(level: str = "info", fmt: str = "auto", stream: TextIO | N
     root.addHandler(handler)
     root.setLevel(_LEVELS[level])
 
+    _route_to_standard_library()
+
+
+def get_logger(name: str) -> Logger:
+    """A logger that names its module in every record; it may be made before logging is configured.
+
+    Without `configure_logging` records go where the application sends those of the standard library: Outrider as a
+    library prints nothing of its own accord.
+    """
+    if not structlog.is_configured():
+        _route_to_standard_library()
+    return structlog.stdlib.get_logger(name)
+
+
+def _route_to_standard_library() -> None:
     structlog.configure(
         # A record below the level costs one comparison: nothing is formatted before `filter_by_level`.
         processors=[
@@ -84,11 +99,6 @@ def configure_logging(level: str = "info", fmt: str = "auto", stream: TextIO | N
         # What a later call changes is the root logger's level and handler, so a cached logger follows.
         cache_logger_on_first_use=True,
     )
-
-
-def get_logger(name: str) -> Logger:
-    """A logger that names its module in every record; it may be made before logging is configured."""
-    return structlog.stdlib.get_logger(name)
 
 
 def _drop_formatted(_: object, __: str, event_dict: EventDict) -> EventDict:

@@ -238,5 +238,3 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
     if len(params) != count:
         raise InvalidArgumentError("sampling_params", f"{len(params)} entries", f"one for each of the {count} prompts")
     return list(params)
-
-

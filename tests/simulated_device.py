@@ -134,9 +134,7 @@ class SimulatedDevice:
         row.num_computed = len(row.tokens) - 1
         row.finished = finish is not None
         accepted = min(accepted, len(emitted))
-        return RowOutcome(
-            planned.row, planned.generation, emitted, num_draft, accepted, finish, None, prompt_logprobs
-        )
+        return RowOutcome(planned.row, planned.generation, emitted, num_draft, accepted, finish, None, prompt_logprobs)
 
     def _prompt_logprobs(self, row: DeviceRow, start: int, end: int) -> list[TokenLogprobs] | None:
         if row.num_prompt_logprobs is None:

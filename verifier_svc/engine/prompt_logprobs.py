@@ -35,9 +35,7 @@ class PromptLogprobs:
         else:
             self._wanted[row] = num_logprobs
 
-    def compute(
-        self, planned: list[PlannedRow], hidden: Tensor, batch: ForwardBatch
-    ) -> dict[int, list[TokenLogprobs]]:
+    def compute(self, planned: list[PlannedRow], hidden: Tensor, batch: ForwardBatch) -> dict[int, list[TokenLogprobs]]:
         """Entries of the prompt tokens that follow this step's tokens, by row. hidden: [num_tokens, hidden]."""
         if not self._wanted:
             return {}

@@ -46,9 +46,7 @@ class OutputStream:
         params = self.request.params
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output)
         if self.tokenizer is not None:
-            self._detokenizer = Detokenizer(
-                self.tokenizer, self.request.prompt_token_ids, params.skip_special_tokens
-            )
+            self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt_token_ids, params.skip_special_tokens)
 
     def add(
         self,

@@ -233,9 +233,7 @@ class Orchestrator:
         self._free_released(outcome.step_id)
         return events
 
-    def _apply_row(
-        self, state: RequestState, planned: PlannedRow, result: RowOutcome, events: list[Event]
-    ) -> None:
+    def _apply_row(self, state: RequestState, planned: PlannedRow, result: RowOutcome, events: list[Event]) -> None:
         prompt_logprobs = result.prompt_logprobs
         if prompt_logprobs is not None:
             prompt_logprobs = state.take_prompt_logprobs(prompt_logprobs)

@@ -4,15 +4,16 @@ Definitions follow vLLM, with one addition: a bad word that the prompt begins is
 float32 and elementwise, so the result of a row does not depend on which other rows are processed with it. A row for
 which a processor is off passes through it unchanged, bit for bit.
 
-The prefix of the logits row of position p is token_ids[row, :p]. Draft tokens stand there before they are verified,
-so a verified position counts the accepted draft tokens before it with no special case. Where one of them is rejected,
-the positions behind it are not emitted.
+The prefix of the logits row of position p is token_ids[row, :p]. Draft tokens stand there before they are verified, so
+a verified position counts the accepted draft tokens before it with no special case. Where one of them is rejected, the
+positions behind it are not emitted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,69 +21,41 @@ from torch import Tensor
 from verifier_svc.sampling.state import BAD_WORDS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, SamplingState
 
 
-def process_logits(
-    logits: Tensor,
-    state: SamplingState,
-    rows: Tensor,
-    row_list: Sequence[int],
-    positions: Tensor,
-    token_ids: Tensor,
-    prompt_len: Tensor,
-) -> Tensor:
-    """Processed logits before temperature.
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Which token each of T logits rows is for."""
 
-    Args:
-        logits: [T, V] float32; left as it is.
-        state: parameters of the rows.
-        rows: row of each logits row, [T] int64.
-        row_list: the same on the host.
-        positions: absolute index of the token to draw, [T] int64.
-        token_ids: [R, max_model_len] int32, the prefix of each row stands before `positions`.
-        prompt_len: [R] int64.
+    rows: Tensor  # [T] int64
+    row_list: Sequence[int]  # the same on the host
+    positions: Tensor  # [T] int64, absolute index of the token to draw; ends the prefix
+    token_ids: Tensor  # [R, max_model_len] int32
+    prompt_len: Tensor  # [R] int64
 
-    Returns:
-        [T, V] float32, a new tensor.
-    """
+
+def process_logits(logits: Tensor, state: SamplingState, at: Positions) -> Tensor:
+    """Processed logits before temperature: [T, V] float32, a new tensor. `logits` [T, V] float32 are left as they are."""
     logits = logits.clone()
-    flags = [state.flags[row] for row in row_list]
-
-    penalised = [t for t, flag in enumerate(flags) if flag & PENALTIES]
-    if penalised:
-        _apply_penalties(
-            logits, torch.tensor(penalised, device=logits.device), state, rows, positions, token_ids, prompt_len
-        )
-    biased = [t for t, flag in enumerate(flags) if flag & LOGIT_BIAS]
-    if biased:
-        _apply_logit_bias(logits, biased, state, row_list)
-    worded = [t for t, flag in enumerate(flags) if flag & BAD_WORDS]
-    if worded:
-        _apply_bad_words(logits, worded, state, row_list, positions[worded].tolist(), token_ids)
-    held = [t for t, flag in enumerate(flags) if flag & MIN_TOKENS]
-    if held:
-        _apply_min_tokens(logits, torch.tensor(held, device=logits.device), state, rows, positions)
+    flags = [state.flags[row] for row in at.row_list]
+    for feature, apply in _PROCESSORS:
+        selected = [t for t, flag in enumerate(flags) if flag & feature]
+        if selected:
+            apply(logits, selected, state, at)
     return logits
 
 
-def _apply_penalties(
-    logits: Tensor,  # [T, V]
-    selected: Tensor,  # [n] into T
-    state: SamplingState,
-    rows: Tensor,  # [T]
-    positions: Tensor,  # [T]
-    token_ids: Tensor,  # [R, max_model_len]
-    prompt_len: Tensor,  # [R]
-) -> None:
+def _apply_penalties(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     """Repetition over prompt and output (divide where positive, multiply where not), then frequency, then presence."""
-    rows = rows[selected]  # [n]
-    positions = positions[selected]  # [n]
+    index = torch.tensor(selected, device=logits.device)  # [n]
+    rows = at.rows[index]  # [n]
+    positions = at.positions[index].unsqueeze(-1)  # [n, 1]
     longest = int(positions.max())
-    prefix = token_ids[:, :longest][rows].long()  # [n, L]
-    index = torch.arange(longest, device=logits.device)  # [L]
-    in_prefix = index < positions.unsqueeze(-1)  # [n, L]
-    in_output = in_prefix & (index >= prompt_len[rows].unsqueeze(-1))
-    prefix = prefix.where(in_prefix, 0)  # whatever stands behind the prefix is no token of it; its weight below is 0
+    prefix = at.token_ids[:, :longest][rows].long()  # [n, L]
+    place = torch.arange(longest, device=logits.device)  # [L]
+    in_prefix = place < positions  # [n, L]
+    in_output = in_prefix & (place >= at.prompt_len[rows].unsqueeze(-1))
+    prefix = prefix.where(in_prefix, 0)  # what stands behind the prefix may be no token at all; its weight below is 0
 
-    penalised = logits[selected]  # [n, V]
+    penalised = logits[index]  # [n, V]
     seen = torch.zeros_like(penalised).scatter_add_(1, prefix, in_prefix.float()) > 0
     counts = torch.zeros_like(penalised).scatter_add_(1, prefix, in_output.float())  # small integers: exact
     repetition = state.repetition_penalty[rows].unsqueeze(-1)
@@ -90,44 +63,49 @@ def _apply_penalties(
     penalised = torch.where(seen, scaled, penalised)
     penalised -= state.frequency_penalty[rows].unsqueeze(-1) * counts
     penalised -= state.presence_penalty[rows].unsqueeze(-1) * (counts > 0)
-    logits[selected] = penalised
+    logits[index] = penalised
 
 
-def _apply_logit_bias(logits: Tensor, selected: list[int], state: SamplingState, row_list: Sequence[int]) -> None:
-    for t in selected:
-        bias = state.logit_bias[row_list[t]]
-        if bias is not None:
-            logits[t].index_add_(0, *bias)
+def _apply_logit_bias(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
+    biases = [bias for t in selected if (bias := state.logit_bias[at.row_list[t]])]
+    owner = _owners(selected, [len(token_ids) for token_ids, _ in biases], logits.device)  # [m]
+    flat = owner * logits.shape[1] + torch.cat([token_ids for token_ids, _ in biases])  # [m] into T * V, all different
+    logits.view(-1).index_add_(0, flat, torch.cat([values for _, values in biases]))
 
 
-def _apply_bad_words(
-    logits: Tensor,
-    selected: list[int],
-    state: SamplingState,
-    row_list: Sequence[int],
-    positions: list[int],
-    token_ids: Tensor,
-) -> None:
+def _apply_bad_words(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     """Mask the last token of each word whose other tokens are the ones just before the position."""
-    for t, position in zip(selected, positions, strict=True):
-        row = row_list[t]
-        words = state.bad_words[row]
-        if words is None:
-            continue
-        prefixes, last = words  # [W, M], [W]
-        width = prefixes.shape[1]
-        if width:
-            context = token_ids[row, max(0, position - width) : position].long()
-            if position < width:  # -2 matches no token: the prefix of the word does not fit
-                context = torch.nn.functional.pad(context, (width - position, 0), value=-2)
-            last = last[((prefixes == context) | (prefixes < 0)).all(dim=1)]
-        logits[t].index_fill_(0, last, -math.inf)
+    words = [word for t in selected if (word := state.bad_words[at.row_list[t]])]
+    owner = _owners(selected, [len(last) for _, last in words], logits.device)  # [W], words of all rows
+    prefixes = torch.cat([prefix for prefix, _ in words])  # [W, M]
+    width = prefixes.shape[1]
+    before = torch.arange(-width, 0, device=logits.device)  # [M]
+    place = at.positions[owner].unsqueeze(-1) + before  # [W, M]
+    context = at.token_ids[at.rows[owner].unsqueeze(-1), place.clamp(min=0)]  # [W, M]
+    # -1 pads a shorter word and matches anything; a place before the prompt matches nothing else.
+    completes = ((prefixes < 0) | ((prefixes == context) & (place >= 0))).all(dim=-1)  # [W]
+    flat = owner * logits.shape[1] + torch.cat([last for _, last in words])  # [W] into T * V
+    logits.view(-1).index_fill_(0, flat[completes], -math.inf)
 
 
-def _apply_min_tokens(logits: Tensor, selected: Tensor, state: SamplingState, rows: Tensor, positions: Tensor) -> None:
+def _apply_min_tokens(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     """Mask stop and end tokens while the output has fewer than min_tokens tokens."""
-    rows = rows[selected]  # [n]
+    index = torch.tensor(selected, device=logits.device)  # [n]
+    rows = at.rows[index]  # [n]
     stops = state.stop_token_ids[rows, : state.max_stop_tokens]  # [n, S]
-    held = (positions[selected] < state.min_len[rows]).unsqueeze(-1) & (stops >= 0)  # [n, S]
-    flat = selected.unsqueeze(-1) * logits.shape[1] + stops  # [n, S] into T * V
+    held = (at.positions[index] < state.min_len[rows]).unsqueeze(-1) & (stops >= 0)  # [n, S]
+    flat = index.unsqueeze(-1) * logits.shape[1] + stops  # [n, S] into T * V
     logits.view(-1).index_fill_(0, flat[held], -math.inf)
+
+
+def _owners(selected: list[int], counts: list[int], device: torch.device) -> Tensor:
+    """Logits row of each entry of a batch of lists: selected[i], counts[i] times, [sum of counts] int64."""
+    return torch.tensor(selected, device=device).repeat_interleave(torch.tensor(counts, device=device))
+
+
+_PROCESSORS = (
+    (PENALTIES, _apply_penalties),
+    (LOGIT_BIAS, _apply_logit_bias),
+    (BAD_WORDS, _apply_bad_words),
+    (MIN_TOKENS, _apply_min_tokens),
+)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from model_executor.kernels.philox import gumbel_noise_at_ref, gumbel_noise_ref
-from verifier_svc.sampling.processors import process_logits
+from verifier_svc.sampling.processors import Positions, process_logits
 from verifier_svc.sampling.state import MIN_P, PROCESSED, RANDOM, TOP_P, TRUNCATED, SamplingState
 from verifier_svc.sampling.truncation import MIN_CANDIDATES, apply_min_p, truncate
 
@@ -47,7 +47,7 @@ class Sampler:
             union |= flag
 
         if union & PROCESSED:
-            logits = process_logits(logits, self._state, rows, row_list, positions, token_ids, prompt_len)
+            logits = process_logits(logits, self._state, Positions(rows, row_list, positions, token_ids, prompt_len))
         if not union & RANDOM:
             return logits.argmax(dim=-1)
 

@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from common.errors import InvalidArgumentError
 from common.sampling_params import GREEDY_TEMPERATURE, MAX_STOP_TOKEN_IDS
@@ -59,6 +60,7 @@ class SamplingState:
         self.max_stop_tokens = 1  # columns of stop_token_ids in use by any row so far
         self.logit_bias: list[tuple[Tensor, Tensor] | None] = [None] * rows  # token ids [m] int64, values [m] float32
         self.bad_words: list[tuple[Tensor, Tensor] | None] = [None] * rows  # see `_bad_word_tensors`
+        self._bad_word_width = 0
 
     def set_row(self, row: int, request: Request) -> None:
         """Give `row` to a request, replacing everything the row's last request left.
@@ -99,11 +101,19 @@ class SamplingState:
         return token_ids, torch.tensor(list(logit_bias.values()), dtype=torch.float32, device=self.device)
 
     def _bad_word_tensors(self, words: tuple[tuple[int, ...], ...]) -> tuple[Tensor, Tensor] | None:
-        """Prefixes [W, M] int64, aligned to the right and padded with -1 (matches anything), and last tokens [W]."""
+        """Prefixes [W, M] int64, aligned to the right and padded with -1 (matches anything), and last tokens [W].
+
+        M is the same for all rows, so that the words of a batch are one tensor; a longer word widens every row.
+        """
         if not words:
             return None
-        width = max(len(word) for word in words) - 1
-        prefixes = [[-1] * (width - len(word) + 1) + list(word[:-1]) for word in words]
+        longest = max(len(word) for word in words) - 1
+        if longest > self._bad_word_width:
+            wider = (longest - self._bad_word_width, 0)
+            self.bad_words = [other and (pad(other[0], wider, value=-1), other[1]) for other in self.bad_words]
+            self._bad_word_width = longest
+        width = self._bad_word_width
+        prefixes = [[-1] * (width + 1 - len(word)) + list(word[:-1]) for word in words]
         last = torch.tensor([word[-1] for word in words], dtype=torch.int64, device=self.device)
         return torch.tensor(prefixes, dtype=torch.int64, device=self.device).view(len(words), width), last
 
