@@ -30,7 +30,7 @@ check: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --quiet --check || { echo 'Run `make format`.'; exit 1; }
 	@$(BIN)/pyright --pythonpath $(BIN)/python
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: $(STAMP) ## Format the code
 	@$(BIN)/ruff check --quiet --fix --select I
