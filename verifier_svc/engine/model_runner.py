@@ -1,7 +1,7 @@
 """One step on the device: draft, build inputs, forward, sample, match and commit. Torch operations on row state.
 
-Everything a step needs to know about lengths and tokens it reads from the row state, never from the host: a step can run
-while the outcome of the one before it has not reached the orchestrator yet.
+Everything a step needs to know about lengths and tokens it reads from the row state, never from the host: a step can
+run while the outcome of the one before it has not reached the orchestrator yet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """The positions of one step that are sampled: for each row that samples, its last token and its drafts. T positions."""
+    """The T positions that a step samples: of each row that samples, behind its last token and behind each draft."""
 
     entry: Tensor  # [T] int64, which entry of the step
     offset: Tensor  # [T] int64, 0 .. draft_len within the entry

@@ -17,8 +17,11 @@ class OutputDelta:
 
     token_ids: list[int]
     text: str
+    num_draft_tokens: int
     num_accepted_tokens: int
     """The first this many of `token_ids` were draft tokens."""
+    num_accepted_chars: int
+    """The first this many characters of `text` are theirs."""
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
@@ -60,6 +63,8 @@ class OutputStream:
         has to abort the request in the engine, which does not know."""
         self.draft_stats.add(num_draft_tokens, num_accepted_tokens)
         start = len(self.token_ids)
+        num_shown = self._num_shown
+        accepted_end = num_shown  # length of the text that ends with the last accepted token
         # A stop token belongs to the tokens, but not to the text.
         hides_last = finish_reason is FinishReason.STOP and not self.request.params.include_stop_str_in_output
         num_texts = len(tokens) - 1 if hides_last else len(tokens)
@@ -67,7 +72,10 @@ class OutputStream:
             self.token_ids.append(token)
             if self._detokenizer is None or index >= num_texts:
                 continue
-            if self._add_text(self._detokenizer.add(token)):
+            is_stopped = self._add_text(self._detokenizer.add(token))
+            if index < num_accepted_tokens:
+                accepted_end = len(self.text)
+            if is_stopped:
                 break
         count = len(self.token_ids) - start
         if logprobs is not None:
@@ -78,6 +86,8 @@ class OutputStream:
         return OutputDelta(
             token_ids=self.token_ids[start:],
             text=shown,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_chars=max(0, min(accepted_end - num_shown, len(shown))),
             num_accepted_tokens=min(num_accepted_tokens, count),
             logprobs=None if logprobs is None else logprobs[:count],
             finish_reason=self.finish_reason,
