@@ -33,7 +33,7 @@ class Positions:
 
 
 def process_logits(logits: Tensor, state: SamplingState, at: Positions) -> Tensor:
-    """Processed logits before temperature: [T, V] float32, a new tensor. `logits` [T, V] float32 are left as they are."""
+    """Processed logits before temperature, a new tensor [T, V] float32. `logits` [T, V] float32 are left as they are."""
     logits = logits.clone()
     flags = [state.flags[row] for row in at.row_list]
     for feature, apply in _PROCESSORS:
@@ -68,7 +68,7 @@ def _apply_penalties(logits: Tensor, selected: list[int], state: SamplingState, 
 
 def _apply_logit_bias(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     biases = [bias for t in selected if (bias := state.logit_bias[at.row_list[t]])]
-    owner = _owners(selected, [len(token_ids) for token_ids, _ in biases], logits.device)  # [m]
+    owner = _owners(selected, [token_ids.shape[0] for token_ids, _ in biases], logits.device)  # [m]
     flat = owner * logits.shape[1] + torch.cat([token_ids for token_ids, _ in biases])  # [m] into T * V, all different
     logits.view(-1).index_add_(0, flat, torch.cat([values for _, values in biases]))
 
@@ -76,7 +76,7 @@ def _apply_logit_bias(logits: Tensor, selected: list[int], state: SamplingState,
 def _apply_bad_words(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     """Mask the last token of each word whose other tokens are the ones just before the position."""
     words = [word for t in selected if (word := state.bad_words[at.row_list[t]])]
-    owner = _owners(selected, [len(last) for _, last in words], logits.device)  # [W], words of all rows
+    owner = _owners(selected, [last.shape[0] for _, last in words], logits.device)  # [W], words of all rows
     prefixes = torch.cat([prefix for prefix, _ in words])  # [W, M]
     width = prefixes.shape[1]
     before = torch.arange(-width, 0, device=logits.device)  # [M]
