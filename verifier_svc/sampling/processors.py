@@ -33,7 +33,7 @@ class Positions:
 
 
 def process_logits(logits: Tensor, state: SamplingState, at: Positions) -> Tensor:
-    """Processed logits before temperature, a new tensor [T, V] float32. `logits` [T, V] float32 are left as they are."""
+    """Logits before temperature, a new tensor [T, V] float32; `logits` [T, V] float32 are left as they are."""
     logits = logits.clone()
     flags = [state.flags[row] for row in at.row_list]
     for feature, apply in _PROCESSORS:
