@@ -21,16 +21,18 @@ class StopStrings:
     def find(self, text: str, num_new: int) -> tuple[int, str] | None:
         """Where to cut `text`, and the stop string found, if one ends within its last `num_new` characters.
 
-        The one that begins first wins; among those the one that the request names first.
+        The one that ends first wins, and the longest of those that end together: so the cut is the same in whatever
+        pieces the text comes.
         """
-        begin = max(0, len(text) - num_new - self._longest + 1)
-        hits = [(text.find(stop, begin), order) for order, stop in enumerate(self._stop)]
-        hits = [hit for hit in hits if hit[0] >= 0]
+        hits: list[tuple[int, int, str]] = []
+        for stop in self._stop:
+            begin = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
+            if begin >= 0:
+                hits.append((begin + len(stop), begin, stop))
         if not hits:
             return None
-        position, order = min(hits)
-        stop = self._stop[order]
-        return position + (len(stop) if self._include else 0), stop
+        end, begin, stop = min(hits)
+        return end if self._include else begin, stop
 
     def num_safe(self, text: str) -> int:
         """Length of the part of `text` that can be shown: the rest may be the beginning of a stop string."""
