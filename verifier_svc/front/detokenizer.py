@@ -11,6 +11,8 @@ from tokenizers.decoders import DecodeStream
 # the output give them the context they had in training.
 _CONTEXT_TOKENS = 8
 
+_REPLACEMENT = "\ufffd"
+
 
 class Detokenizer:
     """Text of one output, as it grows. Bytes of an unfinished character are held back until it is complete.
@@ -25,6 +27,9 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
+        if self._decode(self._context).endswith(_REPLACEMENT):
+            # The prompt ends within a character: the output's first bytes would change its text, and all would come out.
+            self._context = []
         self._stream = DecodeStream(self._context, skip_special_tokens)
         self._pending: list[int] = []  # tokens since text last came out, behind the one token before them
 
