@@ -61,7 +61,6 @@ class OutputStream:
     ) -> OutputDelta:
         """Take what a step committed. If a stop string ends the output here, `finish_reason` says so, and the caller
         has to abort the request in the engine, which does not know."""
-        self.draft_stats.add(num_draft_tokens, num_accepted_tokens)
         start = len(self.token_ids)
         num_shown = self._num_shown
         accepted_end = num_shown  # length of the text that ends with the last accepted token
@@ -78,6 +77,8 @@ class OutputStream:
             if is_stopped:
                 break
         count = len(self.token_ids) - start
+        num_accepted_tokens = min(num_accepted_tokens, count)
+        self.draft_stats.add(num_draft_tokens, num_accepted_tokens)
         if logprobs is not None:
             self.logprobs += logprobs[:count]
         if self.finish_reason is None and finish_reason is not None:
@@ -88,7 +89,7 @@ class OutputStream:
             text=shown,
             num_draft_tokens=num_draft_tokens,
             num_accepted_chars=max(0, min(accepted_end - num_shown, len(shown))),
-            num_accepted_tokens=min(num_accepted_tokens, count),
+            num_accepted_tokens=num_accepted_tokens,
             logprobs=None if logprobs is None else logprobs[:count],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
