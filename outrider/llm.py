@@ -6,6 +6,7 @@ import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import TracebackType
 from typing import Any
 
@@ -104,7 +105,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Generate one output and yield what each step adds. Closing the iterator early aborts the request."""
-        params = sampling_params or SamplingParams()
+        (params,) = _as_params(sampling_params, 1)
         if params.n != 1:
             raise InvalidArgumentError("n", params.n, "1, when streaming")
         (request,) = self._build(self._tokenize(prompt), params)
@@ -125,7 +126,11 @@ class LLM:
         self.close()
 
     def _tokenize(self, prompt: Prompt) -> Sequence[int]:
-        return self._served.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):
+            return self._served.tokenize(prompt)
+        if not _is_list(prompt):
+            raise InvalidArgumentError("prompt", prompt, "text or a list of token ids")
+        return prompt
 
     def _build(self, tokens: Sequence[int], params: SamplingParams) -> list[Request]:
         return build_requests(f"request-{next(self._request_ids)}", tokens, params, self._served)
@@ -222,12 +227,18 @@ class LLM:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if len(prompts) > 0 and isinstance(prompts[0], int):
+    if not _is_list(prompts):
+        raise InvalidArgumentError("prompts", prompts, "text, a list of token ids, or a list of these")
+    if len(prompts) > 0 and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, str | Sequence):
+        if not isinstance(prompt, str) and not _is_list(prompt):
             raise InvalidArgumentError(f"prompts[{index}]", prompt, "text or a list of token ids")
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
@@ -235,6 +246,8 @@ def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: 
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params) or not all(isinstance(entry, SamplingParams) for entry in params):
+        raise InvalidArgumentError("sampling_params", params, "SamplingParams, or a list of them")
     if len(params) != count:
         raise InvalidArgumentError("sampling_params", f"{len(params)} entries", f"one for each of the {count} prompts")
     return list(params)

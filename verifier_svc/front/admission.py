@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 from tokenizers import Tokenizer
 
@@ -28,7 +29,7 @@ class ServedModel:
         """Token ids of a prompt, with the special tokens that the tokenizer adds."""
         if self.tokenizer is None:
             raise InvalidArgumentError("prompt", prompt, "token ids, as the engine has no tokenizer")
-        return self.tokenizer.encode(prompt).ids
+        return _encode(self.tokenizer, "prompt", prompt, add_special_tokens=True)
 
 
 def build_requests(
@@ -36,15 +37,16 @@ def build_requests(
 ) -> list[Request]:
     """The `n` requests of one prompt. Output i is drawn with seed + i.
 
+    Token ids may be integers of numpy too; an array is no list of token ids.
+
     Raises:
         InvalidArgumentError: names the field, the value and the limit.
     """
-    _check_prompt(prompt_token_ids, model)
+    prompt = _checked_prompt(prompt_token_ids, model)
     params.check_vocabulary(model.vocab_size)
     if model.tokenizer is None and (params.stop or params.bad_words):
         field = "stop" if params.stop else "bad_words"
         raise InvalidArgumentError(field, getattr(params, field), "none, as the engine has no tokenizer")
-    prompt = list(prompt_token_ids)
     room = model.max_model_len - len(prompt)
     if params.min_tokens > room:
         limit = f"at most max_model_len - prompt tokens = {room}"
@@ -71,7 +73,7 @@ def build_requests(
     ]
 
 
-def _check_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> None:
+def _checked_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> list[int]:
     count = len(prompt_token_ids)
     if count == 0:
         raise InvalidArgumentError("prompt", [], "at least one token")
@@ -79,8 +81,17 @@ def _check_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> None:
         limit = f"fewer than max_model_len = {model.max_model_len}"
         raise InvalidArgumentError("prompt", f"{count} tokens", limit)
     for index, token in enumerate(prompt_token_ids):
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < model.vocab_size:
+        if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < model.vocab_size:
             raise InvalidArgumentError(f"prompt[{index}]", token, f"a token id in [0, {model.vocab_size})")
+    return [int(token) for token in prompt_token_ids]
+
+
+def _encode(tokenizer: Tokenizer, field: str, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # the tokenizer's own message would name neither the field nor the place
+        raise InvalidArgumentError(field, text, f"text without lone surrogates, as at {error.start}") from None
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
 
 def _bad_word_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, ...], ...]:
@@ -89,7 +100,7 @@ def _bad_word_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, 
     for word in words:
         for text in (word, f" {word.lstrip()}"):
             assert model.tokenizer is not None
-            ids = tuple(model.tokenizer.encode(text, add_special_tokens=False).ids)
+            ids = tuple(_encode(model.tokenizer, "bad_words", text, add_special_tokens=False))
             if any(token >= model.vocab_size for token in ids):
                 raise InvalidArgumentError("bad_words", word, f"words of the model's {model.vocab_size} tokens")
             if ids:
