@@ -20,7 +20,7 @@ def parse_bytes(value: object) -> object:
     """'512M', '4GiB' or a number -> bytes. Anything else is returned as it is, for the type check to refuse."""
     if not isinstance(value, str):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
     if match is None:
         raise ValueError("a number of bytes, such as 4G or 512MiB")
     return int(float(match[1]) * _UNITS[match[2].upper()])

@@ -96,8 +96,10 @@ class SamplingParams(BaseModel):
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_STRING_LENGTH:
                 raise InvalidArgumentError("stop", text, f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters")
-        if any(not text for text in self.bad_words) or any(not ids for ids in self.bad_words_token_ids):
+        if "" in self.bad_words:
             raise InvalidArgumentError("bad_words", "", "words that are not empty")
+        if () in self.bad_words_token_ids:
+            raise InvalidArgumentError("bad_words_token_ids", (), "words that are not empty")
         if self.logit_bias is not None:
             _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
             for token, bias in self.logit_bias.items():
