@@ -31,8 +31,9 @@ class LayerKV:
 class KVCache:
     """KV of all layers.
 
-    One allocation for all: it either fits or fails as a whole, and a layer's keys and values stay one strided tensor each,
-    which is what a kernel takes. Zeroed, since a masked slot is multiplied by 0, and 0 times a leftover NaN is NaN.
+    One allocation for all: it either fits or fails as a whole, and a layer's keys and values stay one strided tensor
+    each, which is what a kernel takes. Zeroed, since a masked slot is multiplied by 0, and 0 times a leftover NaN is
+    NaN.
 
     Args:
         config: the model.

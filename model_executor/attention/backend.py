@@ -22,8 +22,8 @@ class AttentionBackend(Protocol[MetadataT]):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, layer_kv: LayerKV, metadata: MetadataT) -> Tensor:
         """Write the KV of all query tokens, then attend.
 
-        The writes of the whole batch come before the first read: another request of the same batch may share a block that
-        is written in this very step.
+        The writes of the whole batch come before the first read: another request of the same batch may share a block
+        that is written in this very step.
 
         Args:
             query: [num_tokens, num_heads, head_dim], rotated.
@@ -33,7 +33,8 @@ class AttentionBackend(Protocol[MetadataT]):
             metadata: of `prepare` for this batch.
 
         Returns:
-            [num_tokens, num_heads, head_dim], of the query's dtype. Query token j of a request of query_len q and seq_len
-            s sees the first s - q + j + 1 tokens of it. Tokens that belong to no request (padding) come out as zeros.
+            [num_tokens, num_heads, head_dim], of the query's dtype. Query token j of a request of query_len q and
+            seq_len s sees the first s - q + j + 1 tokens of it. Tokens that belong to no request (padding) come out as
+            zeros.
         """
         ...

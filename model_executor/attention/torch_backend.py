@@ -2,8 +2,8 @@
 
 A batch is cut into pieces that one call of scaled-dot-product attention (SDPA) can do:
 
-- Short rows (decode and verify) of similar length form a padded group. Their queries are packed with the heads that share
-  a KV head, [num_kv_heads, group_size * query_len], so that KV is never repeated for them.
+- Short rows (decode and verify) of similar length form a padded group. Their queries are packed with the heads that
+  share a KV head, [num_kv_heads, query_len * group_size], so that KV is never repeated for them.
 - A long row (prefill) goes through by itself, in blocks of queries, each with just the KV that it can see.
 
 All index tensors and masks are made once a step in `prepare`. It reads lengths on the host, so that on a CUDA device it
@@ -39,7 +39,7 @@ class ShortRows:
     query_len: int  # padded
     kv_len: int  # padded
     blocks: slice | Tensor  # [num_rows * num_blocks], or the blocks of one row that stand side by side
-    mask: Tensor | None  # [num_rows, 1, group_size * query_len, kv_len], added to the scores; None: all is seen
+    mask: Tensor | None  # [num_rows, 1, query_len * group_size, kv_len], added to the scores; None: all is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +138,7 @@ class TorchAttentionBackend:
         output = output.view(rows.num_rows, self._num_kv_heads, rows.query_len, self._group_size, head_dim)
         return output.transpose(1, 2).reshape(num_tokens, num_heads, head_dim)
 
-    def _gather(
-        self, layer_kv: LayerKV, blocks: slice | Tensor, num_rows: int, kv_len: int
-    ) -> tuple[Tensor, Tensor]:
+    def _gather(self, layer_kv: LayerKV, blocks: slice | Tensor, num_rows: int, kv_len: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a piece, each [num_rows, num_kv_heads, kv_len, head_dim]."""
         tensors: list[Tensor] = []
         for cache in (layer_kv.key, layer_kv.value):
@@ -149,9 +147,7 @@ class TorchAttentionBackend:
             tensors.append(picked[:, :kv_len].transpose(1, 2))
         return tensors[0], tensors[1]
 
-    def _single_row(
-        self, batch: ForwardBatch, row: int, starts: Sequence[int], seq_lens: Sequence[int]
-    ) -> ShortRows:
+    def _single_row(self, batch: ForwardBatch, row: int, starts: Sequence[int], seq_lens: Sequence[int]) -> ShortRows:
         query_len, seq_len = starts[row + 1] - starts[row], seq_lens[row]
         mask = None
         if query_len > 1:
@@ -230,7 +226,9 @@ class TorchAttentionBackend:
             return slice(ids[0], ids[0] + len(ids))
         return blocks
 
-    def _seen(self, seq_lens: Sequence[int], query_lens: Sequence[int], padded_len: int, device: torch.device) -> Tensor:
+    def _seen(
+        self, seq_lens: Sequence[int], query_lens: Sequence[int], padded_len: int, device: torch.device
+    ) -> Tensor:
         """KV tokens that each query sees, [num_rows, padded_len]; a padding query sees what the row's last one sees."""
         seen = [
             [seq_len - query_len + min(j, query_len - 1) + 1 for j in range(padded_len)]

@@ -110,7 +110,9 @@ def _read_config_json(directory: Path) -> dict[str, Any]:
         raise ModelLoadError(f"{directory} is not a directory: expected a Hugging Face model directory")
     if not (directory / "config.json").is_file():
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:10]) or "nothing"
-        raise ModelLoadError(f"{directory} holds no config.json: expected a Hugging Face model directory, found {found}")
+        raise ModelLoadError(
+            f"{directory} holds no config.json: expected a Hugging Face model directory, found {found}"
+        )
     return read_json_object(directory / "config.json")
 
 
@@ -137,12 +139,22 @@ def _check_supported(raw: dict[str, Any], directory: Path) -> str:
     model_type = architecture.removesuffix("ForCausalLM").lower()
     if raw.get("model_type") != model_type:
         raise _broken(directory, f"model_type = {raw.get('model_type')!r}: expected {model_type!r} for {architecture}")
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(raw.get(key), dict):
+            _check_rope_type(raw[key], directory)
     if raw.get("quantization_config") is not None:
         quantization = raw["quantization_config"]
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         text = f"quantization_config with quant_method = {method!r}: quantised checkpoints are not supported"
         raise _broken(directory, f"{text}, expected float32, float16 or bfloat16 weights")
     return architecture
+
+
+def _check_rope_type(rope: dict[str, Any], directory: Path) -> Literal["default", "llama3"]:
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        raise _broken(directory, f"rope_type = {rope_type!r} is not supported: expected 'default' or 'llama3'")
+    return rope_type
 
 
 def _read_through_transformers(directory: Path) -> Any:
@@ -183,11 +195,8 @@ def _read_rope(config: Any, directory: Path) -> RopeConfig:
         text = f"partial_rotary_factor = {rope['partial_rotary_factor']}: partial rotary embedding is not supported"
         raise _broken(directory, f"{text}, expected 1.0")
     theta = _positive_float(rope.get("rope_theta"), "rope_theta", directory)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
+    if _check_rope_type(rope, directory) == "default":
         return RopeConfig(theta=theta)
-    if rope_type != "llama3":
-        raise _broken(directory, f"rope_type = {rope_type!r} is not supported: expected 'default' or 'llama3'")
     values = {
         name: _positive_float(rope.get(name), f"rope_parameters.{name}", directory)
         for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -208,7 +217,7 @@ def _read_eos_token_ids(config: Any, directory: Path) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _token_ids(value: object, name: str, path: Path) -> list[int]:
+def _token_ids(value: Any, name: str, path: Path) -> list[int]:
     if value is None:
         return []
     values = value if isinstance(value, list) else [value]

@@ -13,8 +13,8 @@ from model_executor.models.config import RopeConfig
 class RotaryTable:
     """cos and signed sin of every position, gathered once a step and shared by all layers.
 
-    Rotates as in Su et al. 2021 (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints: element i pairs
-    with element i + head_dim / 2. `x * cos + swap_halves(x) * sin`, where sin carries the sign of the first half.
+    Rotates as in Su et al. 2021 (arXiv 2104.09864), in the half-split layout of Hugging Face checkpoints: element i
+    pairs with element i + head_dim / 2. `x * cos + swap_halves(x) * sin`, where sin carries the sign of the first half.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair, [head_dim / 2] float32.
 
-    `llama3` (Llama 3.1): wavelengths longer than the original context / low_freq_factor are stretched by `factor`, those
-    shorter than the original context / high_freq_factor are kept, and those between are blended.
+    `llama3` (Llama 3.1): wavelengths longer than the original context / low_freq_factor are stretched by `factor`,
+    those shorter than the original context / high_freq_factor are kept, and those between are blended.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     inverse = 1.0 / rope.theta**exponents  # [head_dim / 2]

@@ -35,8 +35,8 @@ def load_weights(directory: str | Path, targets: Mapping[str, Tensor], progress:
         progress: show a bar of shards and tensors, if standard error is a terminal.
 
     Raises:
-        ModelLoadError: a shard or a tensor is missing, unexpected, of another shape, or a file is broken; names the file
-            and the tensor, what was expected and what was found.
+        ModelLoadError: a shard or a tensor is missing, unexpected, of another shape, or a file is broken; names the
+            file and the tensor, what was expected and what was found.
     """
     directory = Path(directory)
     expected = _find_shards(directory)
