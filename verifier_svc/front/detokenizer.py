@@ -28,7 +28,7 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._context = list(prompt_token_ids[-_CONTEXT_TOKENS:])
         if self._decode(self._context).endswith(_REPLACEMENT):
-            # The prompt ends within a character: the output's first bytes would change its text, and all would come out.
+            # It ends within a character: the output's first bytes would change its text, and all of it come out again.
             self._context = []
         self._stream = DecodeStream(self._context, skip_special_tokens)
         self._pending: list[int] = []  # tokens since text last came out, behind the one token before them
