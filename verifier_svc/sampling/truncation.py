@@ -93,7 +93,6 @@ def truncate(scaled: Tensor, top_k: Tensor, top_p: Tensor | None, count: int) ->
         limit = torch.where(top_p < 1.0, top_p * total, math.inf)  # off keeps also what rounding leaves no mass for
         keep = in_top_k.clone()
         keep[:, 1:] &= mass[:, :-1] < limit.unsqueeze(-1)
-    keep[:, 0] = True
 
     if count == vocab_size:
         decided = torch.ones_like(top_k, dtype=torch.bool)

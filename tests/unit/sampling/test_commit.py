@@ -120,8 +120,9 @@ def test_stop_token_beyond_the_length_limit_is_not_seen() -> None:
     assert outcome(OneRow([5, 6], max_len=5, stop=[6]).commit([5, 6, 7])) == (1, 1, FINISHED_LENGTH)
 
 
-def test_a_chunk_that_does_not_sample_changes_nothing() -> None:
-    row = OneRow([])
+@pytest.mark.parametrize("max_len", [4, 16])
+def test_a_chunk_that_does_not_sample_changes_nothing(max_len: int) -> None:
+    row = OneRow([], max_len=max_len)
     row.rows.num_computed_tokens[1] = 2
     before = [tensor.clone() for tensor in (row.rows.token_ids, row.rows.committed_len, row.rows.num_computed_tokens)]
     assert outcome(row.commit([7, 7, 7, 7], samples=False)) == (0, 0, NOT_FINISHED)

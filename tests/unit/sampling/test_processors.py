@@ -11,6 +11,7 @@ import torch
 
 from common.errors import InvalidArgumentError
 from common.types import Request
+from model_executor.kernels.philox import random_words
 from tests.sampling_reference import CPU, make_request
 from verifier_svc.sampling.processors import Positions, process_logits
 from verifier_svc.sampling.sampler import Sampler
@@ -56,6 +57,11 @@ def test_bad_words_mask_the_token_that_would_complete_them(prefix: list[int], ma
     assert {token for token, value in enumerate(values) if value == -math.inf} == masked
 
 
+def test_a_bad_word_does_not_match_before_the_start_of_the_prompt() -> None:
+    request = make_request([1], bad_words=[[1, 1, 7], [0, 1, 6]])
+    assert process(request, [1]) == [0.0] * VOCAB_SIZE
+
+
 def test_a_longer_word_of_another_row_does_not_change_a_row() -> None:
     state = SamplingState(2, VOCAB_SIZE, CPU)
     state.set_row(0, make_request(bad_words=[[1, 2]]))
@@ -78,6 +84,18 @@ def draw(logits: Sequence[float], seed: int = 0, **params: Any) -> int:
     state.set_row(0, make_request(seed=seed, **params))
     zero = torch.zeros(1, dtype=torch.int64)
     return int(Sampler(state).sample(torch.tensor([list(logits)]), zero, zero + 1, torch.zeros(1, 4).int(), zero + 1))
+
+
+@pytest.mark.parametrize("seed", [5, 5 + 2**32, 2**63 - 1, 2**63, 2**64 - 1])
+def test_all_64_bits_of_the_seed_count(seed: int) -> None:
+    """Equal logits: the drawn token is the one with the smallest word, since noise falls as the word grows."""
+    state = SamplingState(1, 64, CPU)
+    state.set_row(0, make_request(seed=seed))
+    positions = torch.arange(1, 50)
+    rows = torch.zeros_like(positions)
+    drawn = Sampler(state).sample(torch.zeros(49, 64), rows, positions, torch.zeros(1, 64).int(), torch.ones(1))
+    signed = torch.tensor(seed if seed < 2**63 else seed - 2**64)
+    assert torch.equal(drawn, random_words(signed.expand(49), positions, 64).argmin(-1))
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"temperature": 9e-6}, {"top_k": 1}, {"top_p": 1e-9}])
