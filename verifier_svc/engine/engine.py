@@ -58,10 +58,16 @@ class Engine:
         return self._apply_oldest()
 
     def drain(self) -> list[Event]:
-        """Take the outcomes of all steps in flight without planning more: aborted rows and blocks are back after it."""
+        """Take the outcomes of all steps in flight without planning more: aborted rows and blocks are back after it.
+
+        A step that fails here is reported by the next call that needs the device.
+        """
         events: list[Event] = []
         while self._failure is None and not self._closed and self.orchestrator.num_in_flight:
-            events += self._apply_oldest()
+            try:
+                events += self._apply_oldest()
+            except EngineClosedError:
+                break
         return events
 
     def _submit(self) -> None:

@@ -39,12 +39,19 @@ class InlineExecutor:
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
         self._plans: deque[StepPlan] = deque()
+        self._is_broken = False
 
     def submit(self, plan: StepPlan) -> None:
         self._plans.append(plan)
 
     def result(self) -> StepOutcome:
-        return self._runner.run(self._plans.popleft())
+        if self._is_broken:
+            raise EngineClosedError("an earlier step failed")
+        plan = self._plans.popleft()
+        self._is_broken = True  # also when an interrupt ends the step in the middle
+        outcome = self._runner.run(plan)
+        self._is_broken = False
+        return outcome
 
     def close(self) -> None:
         self._plans.clear()
@@ -61,7 +68,7 @@ class ThreadExecutor:
     def __init__(self, runner: StepRunner, depth: int) -> None:
         self._runner = runner
         self._plans: queue.Queue[StepPlan | None] = queue.Queue(depth + 1)
-        self._outcomes: queue.Queue[StepOutcome | BaseException] = queue.Queue(depth + 1)
+        self._outcomes: queue.Queue[StepOutcome | Exception] = queue.Queue(depth + 1)
         self._thread = threading.Thread(target=self._run, name="outrider-steps", daemon=True)
         self._thread.start()
 
@@ -70,7 +77,7 @@ class ThreadExecutor:
 
     def result(self) -> StepOutcome:
         outcome = self._outcomes.get()
-        if isinstance(outcome, BaseException):
+        if isinstance(outcome, Exception):
             raise outcome
         return outcome
 
@@ -88,4 +95,5 @@ class ThreadExecutor:
                 self._outcomes.put(self._runner.run(plan))
             except BaseException as error:  # handed to whoever waits for the outcome
                 failure = error
-                self._outcomes.put(error)
+                # An exit of this thread is none of the caller's, but no step can follow it either.
+                self._outcomes.put(error if isinstance(error, Exception) else EngineClosedError(repr(error)))
