@@ -18,6 +18,7 @@ MAX_N = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 512
 MAX_STOP_TOKEN_IDS = 128
+MAX_END_TOKEN_IDS = 16  # room for the model's own end tokens beside the stop tokens of a request
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
 MAX_LOGPROBS = 20

@@ -10,7 +10,7 @@ from numbers import Integral
 from tokenizers import Tokenizer
 
 from common.errors import InvalidArgumentError
-from common.sampling_params import MAX_SEED, SamplingParams
+from common.sampling_params import MAX_END_TOKEN_IDS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
 from common.types import Request
 
 
@@ -52,7 +52,7 @@ def build_requests(
         limit = f"at most max_model_len - prompt tokens = {room}"
         raise InvalidArgumentError("min_tokens", params.min_tokens, limit)
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-    ends = () if params.ignore_eos else model.eos_token_ids
+    stop_token_ids = _stop_token_ids(params, model)
     num_draft = model.num_speculative_tokens
     if params.num_speculative_tokens is not None:
         num_draft = min(num_draft, params.num_speculative_tokens)
@@ -65,12 +65,23 @@ def build_requests(
             params=params,
             seed=(seed + index) % (MAX_SEED + 1),
             max_len=len(prompt) + max_tokens,
-            stop_token_ids=tuple(dict.fromkeys((*params.stop_token_ids, *ends))),
+            stop_token_ids=stop_token_ids,
             bad_words=bad_words,
             num_speculative_tokens=num_draft,
         )
         for index in range(params.n)
     ]
+
+
+def _stop_token_ids(params: SamplingParams, model: ServedModel) -> tuple[int, ...]:
+    """Stop tokens of the request, then end tokens of the model: those that it can draw, whatever its files name."""
+    ends = () if params.ignore_eos else (token for token in model.eos_token_ids if token < model.vocab_size)
+    found = tuple(dict.fromkeys((*params.stop_token_ids, *ends)))
+    limit = MAX_STOP_TOKEN_IDS + MAX_END_TOKEN_IDS
+    if len(found) > limit:
+        expected = f"at most {limit} with the end tokens of the model"
+        raise InvalidArgumentError("stop_token_ids", f"{len(found)} entries", expected)
+    return found
 
 
 def _checked_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> list[int]:

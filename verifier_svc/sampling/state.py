@@ -10,11 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import InvalidArgumentError
-from common.sampling_params import GREEDY_TEMPERATURE, MAX_STOP_TOKEN_IDS
+from common.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 from common.types import Request
-
-MAX_END_TOKEN_IDS: Final = 16
-"""Room for the model's own end tokens beside the stop tokens of a request."""
 
 # What a row needs beyond an argmax. Plain integers: they are OR-ed for every logits row of every step.
 RANDOM: Final = 1  # a temperature: noise

@@ -120,6 +120,20 @@ def test_end_tokens_of_the_model_stop_unless_ignored() -> None:
     assert build(ignore_eos=True)[0].stop_token_ids == ()
 
 
+def test_end_tokens_that_the_model_cannot_draw_are_left_out() -> None:
+    """As a place among the logits they would belong to the next row."""
+    model = dataclasses.replace(MODEL, eos_token_ids=(259, 260, 10**6))
+    assert build(model=model)[0].stop_token_ids == (259,)
+
+
+def test_stop_and_end_tokens_have_room_for_so_many() -> None:
+    model = dataclasses.replace(MODEL, eos_token_ids=tuple(range(200, 217)))
+    assert len(build(model=model, stop_token_ids=range(127))[0].stop_token_ids) == 144
+    error = refusal(model=model, stop_token_ids=range(128))
+    assert str(error) == "stop_token_ids = '145 entries': expected at most 144 with the end tokens of the model"
+    assert len(build(model=model, stop_token_ids=range(128), ignore_eos=True)[0].stop_token_ids) == 128
+
+
 @pytest.mark.parametrize(("wish", "given"), [(None, 4), (0, 0), (2, 2), (4, 4), (100, 4)])
 def test_draft_tokens_are_at_most_those_of_the_engine(wish: int | None, given: int) -> None:
     assert build(num_speculative_tokens=wish)[0].num_speculative_tokens == given
