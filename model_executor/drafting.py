@@ -6,6 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from common.draft_exchange import SessionUpdate
 from model_executor.row_state import RowState
 
 
@@ -25,9 +26,23 @@ class DraftMethod(Protocol):
         """
         ...
 
+    def observe(self, update: SessionUpdate) -> None:
+        """What happened to the rows, once a step, after its commit. A method that reads the row state needs none of it."""
+        ...
+
+    def close(self) -> None:
+        """Let go of whatever the method holds."""
+        ...
+
 
 class NoDraft:
     """Speculation off: every row abstains."""
 
     def propose(self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor) -> Tensor:
         return max_draft_tokens.new_zeros(max_draft_tokens.shape)
+
+    def observe(self, update: SessionUpdate) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

@@ -8,10 +8,21 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from common.draft_exchange import SessionUpdate
 from model_executor.row_state import RowState
 
 
-class RandomDrafts:
+class _Deaf:
+    """Needs to know nothing but the row state."""
+
+    def observe(self, update: SessionUpdate) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RandomDrafts(_Deaf):
     """An adversary: any number of any tokens, as the row state would take them."""
 
     def __init__(self, seed: int, vocab_size: int) -> None:
@@ -29,7 +40,7 @@ class RandomDrafts:
         return torch.tensor(counts)
 
 
-class NoisyOracle:
+class NoisyOracle(_Deaf):
     """Knows the right outputs, and lies about each token with a given chance: every pattern of acceptance comes up.
 
     Args:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from common.draft_exchange import SessionUpdate
 from common.errors import InvalidArgumentError
 from model_executor.row_state import RowState
 
@@ -51,6 +52,12 @@ class NgramMethod:
         row_of = idx_mapping[:, None].expand_as(target)[mask]
         rows.token_ids[row_of, target[mask]] = rows.token_ids[row_of, source[mask]]
         return draft_len
+
+    def observe(self, update: SessionUpdate) -> None:
+        """Nothing to do: the row state says it all."""
+
+    def close(self) -> None:
+        """Nothing to let go of."""
 
     def _find(self, rows: RowState, idx_mapping: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Length of the best match of each row (0: none), and how far before the end of the text it ends."""

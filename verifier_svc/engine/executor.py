@@ -16,6 +16,8 @@ class StepRunner(Protocol):
 
     def run(self, plan: StepPlan) -> StepOutcome: ...
 
+    def close(self) -> None: ...
+
 
 class StepExecutor(Protocol):
     """Takes plans, and gives their outcomes in the same order."""
@@ -55,6 +57,7 @@ class InlineExecutor:
 
     def close(self) -> None:
         self._plans.clear()
+        self._runner.close()
 
 
 class ThreadExecutor:
@@ -84,6 +87,7 @@ class ThreadExecutor:
     def close(self) -> None:
         self._plans.put(None)
         self._thread.join()
+        self._runner.close()
 
     def _run(self) -> None:
         failure: BaseException | None = None

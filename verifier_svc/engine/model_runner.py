@@ -18,6 +18,7 @@ from model_executor.kv_cache import KVCache
 from model_executor.models.decoder import Decoder
 from model_executor.row_state import RowState
 from verifier_svc.engine.prompt_logprobs import PromptLogprobs
+from verifier_svc.engine.session_tracker import SessionTracker
 from verifier_svc.orchestrator.step import PlannedRow, RowOutcome, StepOutcome, StepPlan
 from verifier_svc.sampling.commit import FINISHED_LENGTH, FINISHED_STOP, NOT_FINISHED, CommitResult, match_and_commit
 from verifier_svc.sampling.logprobs import gather_logprobs
@@ -72,13 +73,23 @@ class ModelRunner:
         self._sampling = sampling
         self._sampler = Sampler(sampling)
         self._draft_method = draft_method
+        self._sessions = SessionTracker()
         self._prompt_logprobs = PromptLogprobs(decoder, rows)
         self._num_logprobs: list[int | None] = [None] * rows.committed_len.shape[0]  # host side, by row
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute one step and say what it committed."""
         self._stage(plan)
+        outcome = self._execute(plan)
+        self._draft_method.observe(self._sessions.update(plan, outcome))
+        return outcome
+
+    def close(self) -> None:
+        """Let go of the draft method; no step runs after this."""
+        self._draft_method.close()
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepOutcome:
         step = self._select(plan)
         if not step.planned:
             return _outcome(plan, {})
@@ -111,7 +122,7 @@ class ModelRunner:
     def _select(self, plan: StepPlan) -> StepRows:
         """Rows that have finished since the plan was made are left out: they are no-ops."""
         rows = self._rows
-        idx_mapping = torch.tensor([p.row for p in plan.rows], device=rows.device)
+        idx_mapping = torch.tensor([p.row for p in plan.rows], dtype=torch.int64, device=rows.device)
         planned = plan.rows
         finished: list[bool] = rows.finished[idx_mapping].tolist()
         if any(finished):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+from common.draft_exchange import RowClosed
 from common.errors import InvalidArgumentError, ResourceExhaustedError
 from common.types import DraftStats, Request
 from verifier_svc.orchestrator.block_pool import ROOT_UID, BlockPool
@@ -59,6 +60,7 @@ class Orchestrator:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
+        self._released: list[RowClosed] = []  # since the last plan
         # Blocks of released rows, each with the last step that could still write them.
         self._releasing: deque[tuple[int, list[int]]] = deque()
         self._num_releasing = 0
@@ -80,7 +82,7 @@ class Orchestrator:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight)
+        return bool(self._requests or self._in_flight or self._released)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -115,15 +117,19 @@ class Orchestrator:
     # -- plan ----------------------------------------------------------------------------------------------------
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None when there is nothing to run before another outcome is applied."""
+        """The next step, or None when there is nothing to run before another outcome is applied.
+
+        A plan without rows only says which rows were released.
+        """
         planned: list[PlannedRow] = []
         block_appends: list[BlockAppend] = []
         budget = self._plan_decode(planned, block_appends)
         budget = self._plan_prefill(budget, planned)
         new_rows = self._admit(budget, planned, block_appends)
-        if not planned:
+        if not planned and not self._released:
             return None
-        plan = StepPlan(self._next_step_id, new_rows, block_appends, planned)
+        plan = StepPlan(self._next_step_id, self._released, new_rows, block_appends, planned)
+        self._released = []
         self._next_step_id += 1
         self._in_flight.append(plan)
         return plan
@@ -306,6 +312,7 @@ class Orchestrator:
     def _release_row(self, state: RequestState) -> None:
         """Row and blocks back, the blocks only after the last step that could write them."""
         self._rows[state.row] = None
+        self._released.append(RowClosed(state.row, state.generation))
         self._generations[state.row] += 1
         self._free_rows.append(state.row)
         if self._in_flight:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from common.draft_exchange import RowClosed
 from common.types import FinishReason, Request, TokenLogprobs
 
 
@@ -51,6 +52,8 @@ class StepPlan:
     """Everything the device needs for one step; lengths and tokens of running rows it knows itself."""
 
     step_id: int
+    released: list[RowClosed]
+    """Requests that have left their rows since the last plan: finished, aborted or preempted."""
     new_rows: list[NewRow]
     block_appends: list[BlockAppend]
     rows: list[PlannedRow]
