@@ -18,7 +18,7 @@ from torch import Tensor
 from model_executor.kernels.philox import gumbel_noise_at_ref, gumbel_noise_ref
 from verifier_svc.sampling.processors import Positions, process_logits
 from verifier_svc.sampling.state import MIN_P, PROCESSED, RANDOM, TOP_P, TRUNCATED, SamplingState
-from verifier_svc.sampling.truncation import MIN_CANDIDATES, apply_min_p, truncate
+from verifier_svc.sampling.truncation import CANDIDATE_GROWTH, MIN_CANDIDATES, apply_min_p, truncate
 
 
 class Sampler:
@@ -93,7 +93,7 @@ def _sample_truncated(
     positions: Tensor,  # [n]
     count: int,
 ) -> Tensor:
-    """Draw among the best `count` tokens, and in full for rows which they do not decide. Returns [n]."""
+    """Draw among the best `count` tokens, and among more of them for rows which these do not decide. Returns [n]."""
     vocab_size = scaled.shape[-1]
     values, token_ids, decided = truncate(scaled, top_k, top_p, count)  # [n, C]
     scores = values + gumbel_noise_at_ref(seeds, positions, token_ids)
@@ -104,5 +104,6 @@ def _sample_truncated(
         return sampled
     rest = (~decided).nonzero().squeeze(-1)
     rest_top_p = None if top_p is None else top_p[rest]
-    sampled[rest] = _sample_truncated(scaled[rest], top_k[rest], rest_top_p, seeds[rest], positions[rest], vocab_size)
+    more = min(vocab_size, count * CANDIDATE_GROWTH)
+    sampled[rest] = _sample_truncated(scaled[rest], top_k[rest], rest_top_p, seeds[rest], positions[rest], more)
     return sampled

@@ -8,9 +8,10 @@ Order and rules, all over logits already divided by the temperature:
 4. top_p keeps the shortest run of the ranking whose probability, renormalised over what 1 and 3 kept, reaches top_p.
    The first token is always kept.
 
-Sorting a row costs far more than anything else here (V = 6144 on one core: 454 us for a full sort, 10 us for the best
-256), so the ranking is made from the best few, and a row that is not decided by them is ranked in full. Both ways
-give the same tokens: the head of the ranking is the same, and sums run over it in the same order.
+Sorting a row costs more than anything else here (V = 6144 on one core: 309 us; the best 64 cost 21 us, the best 1024
+81 us). The ranking is therefore made from the best few, and a row that they do not decide is ranked again with more, in
+the end with all. Every way gives the same tokens: the head of the ranking is the same, and sums run over it in the same
+order.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-MIN_CANDIDATES: Final = 256
+MIN_CANDIDATES: Final = 64
+"""Candidates of the first try. torch is quickest up to V / 64, and a nucleus is rarely wider."""
+
+CANDIDATE_GROWTH: Final = 16
+"""How many times more the next try takes."""
 
 
 def apply_min_p(scaled: Tensor, log_min_p: Tensor) -> Tensor:

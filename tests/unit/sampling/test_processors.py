@@ -126,7 +126,7 @@ def test_broken_logits_still_draw_a_token_of_the_vocabulary(params: dict[str, An
 
 @pytest.mark.parametrize("top_p", [0.5, 0.9, 0.999])
 def test_flat_and_tied_logits_are_ranked_in_full(top_p: float) -> None:
-    """600 equal logits: the best 256 decide nothing, and the kept tokens are the lowest ids."""
+    """600 equal logits: the best few decide nothing, and the kept tokens are the lowest ids."""
     drawn = {draw([0.0] * 600, seed, top_p=top_p) for seed in range(300)}
     assert max(drawn) < math.ceil(600 * top_p) + 1
     assert len(drawn) > 150
