@@ -6,6 +6,7 @@ import argparse
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -14,9 +15,11 @@ from rich.text import Text
 from common.errors import ModelLoadError
 from common.sampling_params import SamplingParams
 from common.types import DraftStats
-from outrider.llm import LLM
 
-DEMO_MODEL = Path(__file__).parent.parent / "models" / "demo-target"
+if TYPE_CHECKING:  # torch is imported when the command runs, not when its help is shown
+    from outrider.llm import LLM
+
+DEMO_MODEL = Path(__file__).parents[2] / "models" / "demo-target"
 
 PROMPTS = (
     '''class Vector:
@@ -31,26 +34,27 @@ PROMPTS = (
         return Vector(self.x + other.x, self.y + other.y, self.z + other.z)
 
     def __sub__(self, other):
-''',
-    """import argparse
+        return''',
+    """class Shape(object):
+    def __init__(self, width, height):
+        self.width = width
+        self.height = height
+
+    def area(self):
+        return self.width * self.height
 
 
-def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--input", type=str, default=None, help="The input file.")
-    parser.add_argument("--output", type=str, default=None, help="The output file.")
-    parser.add_argument("--""",
-    """import unittest
+class Circle(Shape):
+    def""",
+    '''def load_config(path):
+    """Read a configuration file."""
+    with open(path) as f:
+        config = json.load(f)
+    return config
 
 
-class TestStack(unittest.TestCase):
-    def test_push(self):
-        stack = Stack()
-        stack.push(1)
-        self.assertEqual(stack.pop(), 1)
-
-    def test_empty(self):
-""",
+def save_config(path, config):
+    """Write a''',
 )
 
 _ACCEPTED = "bold green"
@@ -75,13 +79,24 @@ class Pass:
         return self.num_tokens / self.seconds
 
 
-def run_demo(args: argparse.Namespace) -> int:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="model directory; default: the demo model of the repository")
+    parser.add_argument("--prompt", help="what the model continues; default: a few of ours")
+    parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=160, help="per prompt; default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.6, help="0 is greedy; default: %(default)s")
+    parser.add_argument("--seed", type=int, default=2, help="of the noise; default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
     """Print the text, a table and whether both outputs are equal. Returns 0 if they are, else 1."""
+    from outrider.llm import LLM
+
     model = args.model or str(DEMO_MODEL)
     if args.model is None and not DEMO_MODEL.is_dir():
         raise ModelLoadError(f"the demo model is not at {DEMO_MODEL}: expected a checkout; name another with --model")
     prompts = PROMPTS if args.prompt is None else (args.prompt,)
-    params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=args.temperature, seed=args.seed, top_p=0.95, max_tokens=args.max_tokens)
     console = Console(highlight=False)
     passes: dict[str, Pass] = {}
     console.print(Text.assemble("Accepted draft tokens are ", ("green", _ACCEPTED), "; the others cost a step each.\n"))
