@@ -28,18 +28,31 @@ MAX_SHORT_QUERY_LEN = 32
 PREFILL_QUERY_BLOCK = 256
 """Queries of one SDPA call of a prefill: bounds the mask, and skips KV that no query of the block can see."""
 
+MAX_UNMASKED_PREFILL = 1024
+"""A whole prompt up to this goes through in one causal SDPA call, which needs no mask."""
+
 
 @dataclass(frozen=True, slots=True)
-class ShortRows:
-    """A padded group of rows, or one row alone."""
+class ShortRow:
+    """One decode or verify row by itself: nothing is padded."""
+
+    tokens: slice
+    kv_len: int
+    blocks: slice | Tensor  # [num_blocks]; a slice where they stand side by side
+    mask: Tensor | None  # [1, 1, query_len * group_size, kv_len], added to the scores; None: all is seen
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedGroup:
+    """Decode and verify rows of similar length, padded to the longest."""
 
     tokens: slice | Tensor  # the group's query tokens, [num_rows * query_len]; a slice where none is padding
     real: Tensor | None  # entries of `tokens` that are no padding; None: all of them
     num_rows: int
-    query_len: int  # padded
-    kv_len: int  # padded
-    blocks: slice | Tensor  # [num_rows * num_blocks], or the blocks of one row that stand side by side
-    mask: Tensor | None  # [num_rows, 1, query_len * group_size, kv_len], added to the scores; None: all is seen
+    query_len: int
+    kv_len: int
+    blocks: Tensor  # [num_rows * num_blocks]
+    mask: Tensor  # [num_rows, 1, query_len * group_size, kv_len], added to the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +61,11 @@ class PrefillBlock:
 
     tokens: slice
     kv_len: int
-    blocks: slice | Tensor  # [num_blocks] of the row
-    mask: Tensor | None  # [query_len, kv_len]; None: plain causal, query i sees KV 0..i
+    blocks: slice | Tensor  # [num_blocks] of the row; a slice where they stand side by side
+    mask: Tensor | None  # [query_len, kv_len], added to the scores; None: plain causal, query i sees KV 0..i
+
+
+Piece = ShortRow | PaddedGroup | PrefillBlock
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +73,7 @@ class TorchAttentionMetadata:
     """The pieces of a batch."""
 
     slot_mapping: Tensor  # [num_tokens]
-    pieces: Sequence[ShortRows | PrefillBlock]
+    pieces: Sequence[Piece]
     whole: bool  # one piece that covers every token of the batch: its output is the output
 
 
@@ -81,14 +97,17 @@ class TorchAttentionBackend:
         starts: list[int] = batch.query_start_loc.tolist()
         seq_lens: list[int] = batch.seq_lens.tolist()
         num_tokens = batch.input_ids.shape[0]
-        pieces: list[ShortRows | PrefillBlock] = []
-        short: dict[int, list[int]] = {}  # power-of-two bucket of the KV length -> rows
+        pieces: list[Piece] = []
+        # Power-of-two buckets of the KV length and of the query length -> rows: one long context makes no padding for
+        # short ones, and one chunk of a prompt none for decode rows.
+        short: dict[tuple[int, int], list[int]] = {}
         for row, seq_len in enumerate(seq_lens):
             query_len = starts[row + 1] - starts[row]
             if query_len > MAX_SHORT_QUERY_LEN:
                 pieces += self._prefill_blocks(batch, row, starts[row], query_len, seq_len)
             elif query_len > 0:
-                short.setdefault(((seq_len - 1) // self._block_size).bit_length(), []).append(row)
+                bucket = (((seq_len - 1) // self._block_size).bit_length(), (query_len - 1).bit_length())
+                short.setdefault(bucket, []).append(row)
         for rows in short.values():
             if len(rows) == 1:
                 pieces.append(self._single_row(batch, rows[0], starts, seq_lens))
@@ -104,60 +123,83 @@ class TorchAttentionBackend:
         layer_kv.value_slots.index_copy_(0, metadata.slot_mapping, value)
         if metadata.whole:
             return self._attend(query, layer_kv, metadata.pieces[0])
-        output = torch.zeros_like(query)
+        output = query.new_zeros(query.shape)
         for piece in metadata.pieces:
-            part = self._attend(query, layer_kv, piece)
+            part = self._attend(query[piece.tokens], layer_kv, piece)
             if isinstance(piece.tokens, slice):
                 output[piece.tokens] = part
-            elif isinstance(piece, ShortRows) and piece.real is not None:
+            elif isinstance(piece, PaddedGroup) and piece.real is not None:
                 output.index_copy_(0, piece.tokens[piece.real], part[piece.real])
             else:
                 output.index_copy_(0, piece.tokens, part)
         return output
 
-    def _attend(self, query: Tensor, layer_kv: LayerKV, piece: ShortRows | PrefillBlock) -> Tensor:
-        picked = query[piece.tokens]
-        if isinstance(piece, ShortRows):
-            return self._attend_short(picked, layer_kv, piece)
-        queries = picked.transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
-        keys, values = self._gather(layer_kv, piece.blocks, 1, piece.kv_len)
-        causal = piece.mask is None
+    def _attend(self, query: Tensor, layer_kv: LayerKV, piece: Piece) -> Tensor:
+        if isinstance(piece, PrefillBlock):
+            return self._attend_prefill(query, layer_kv, piece)
+        if isinstance(piece, ShortRow):
+            return self._attend_row(query, layer_kv, piece)
+        return self._attend_group(query, layer_kv, piece)
+
+    def _attend_prefill(self, query: Tensor, layer_kv: LayerKV, block: PrefillBlock) -> Tensor:
+        queries = query.transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
+        keys, values = (self._read_row(cache, block) for cache in (layer_kv.key, layer_kv.value))
         output = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=piece.mask, is_causal=causal, enable_gqa=self._group_size > 1
+            queries,
+            keys.transpose(0, 1),
+            values.transpose(0, 1),
+            attn_mask=block.mask,
+            is_causal=block.mask is None,
+            enable_gqa=self._group_size > 1,
         )
         return output.squeeze(0).transpose(0, 1)
 
-    def _attend_short(self, query: Tensor, layer_kv: LayerKV, rows: ShortRows) -> Tensor:
+    def _attend_row(self, query: Tensor, layer_kv: LayerKV, row: ShortRow) -> Tensor:
+        """The path of batch 1, where the number of operations is what counts.
+
+        KV heads stand where SDPA has its batch, with one head each: then its output is in the order of query heads.
+        """
         num_tokens, num_heads, head_dim = query.shape
-        keys, values = self._gather(layer_kv, rows.blocks, rows.num_rows, rows.kv_len)
+        if num_tokens > 1:
+            query = query.view(num_tokens, self._num_kv_heads, self._group_size, head_dim).transpose(0, 1)
+        # [num_kv_heads, 1, query_len * group_size, head_dim]
+        packed = query.reshape(self._num_kv_heads, 1, -1, head_dim)
+        keys, values = self._read_row(layer_kv.key, row), self._read_row(layer_kv.value, row)
+        output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=row.mask)
+        if num_tokens > 1:
+            output = output.view(self._num_kv_heads, num_tokens, self._group_size, head_dim).transpose(0, 1)
+        return output.reshape(num_tokens, num_heads, head_dim)
+
+    def _attend_group(self, query: Tensor, layer_kv: LayerKV, rows: PaddedGroup) -> Tensor:
+        num_tokens, num_heads, head_dim = query.shape
         packed_len = self._group_size * rows.query_len
         # [num_rows, num_kv_heads, query_len * group_size, head_dim]; a view for one query token, else a small copy
         grouped = query.view(rows.num_rows, rows.query_len, self._num_kv_heads, self._group_size, head_dim)
         packed = grouped.transpose(1, 2).reshape(rows.num_rows, self._num_kv_heads, packed_len, head_dim)
+        keys, values = (self._read_group(cache, rows) for cache in (layer_kv.key, layer_kv.value))
         output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=rows.mask)
         output = output.view(rows.num_rows, self._num_kv_heads, rows.query_len, self._group_size, head_dim)
         return output.transpose(1, 2).reshape(num_tokens, num_heads, head_dim)
 
-    def _gather(self, layer_kv: LayerKV, blocks: slice | Tensor, num_rows: int, kv_len: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of a piece, each [num_rows, num_kv_heads, kv_len, head_dim]."""
-        tensors: list[Tensor] = []
-        for cache in (layer_kv.key, layer_kv.value):
-            picked = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
-            picked = picked.view(num_rows, -1, *cache.shape[2:])
-            tensors.append(picked[:, :kv_len].transpose(1, 2))
-        return tensors[0], tensors[1]
+    def _read_row(self, cache: Tensor, piece: ShortRow | PrefillBlock) -> Tensor:
+        """Keys or values of one row, [num_kv_heads, 1, kv_len, head_dim]: a view if its blocks stand side by side."""
+        blocks = piece.blocks
+        picked = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+        return picked.flatten(0, 1)[: piece.kv_len].transpose(0, 1).unsqueeze(1)
 
-    def _single_row(self, batch: ForwardBatch, row: int, starts: Sequence[int], seq_lens: Sequence[int]) -> ShortRows:
+    def _read_group(self, cache: Tensor, rows: PaddedGroup) -> Tensor:
+        """Keys or values of a padded group, [num_rows, num_kv_heads, kv_len, head_dim]."""
+        picked = cache.index_select(0, rows.blocks).view(rows.num_rows, -1, *cache.shape[2:])
+        return picked[:, : rows.kv_len].transpose(1, 2)
+
+    def _single_row(self, batch: ForwardBatch, row: int, starts: Sequence[int], seq_lens: Sequence[int]) -> ShortRow:
         query_len, seq_len = starts[row + 1] - starts[row], seq_lens[row]
         mask = None
         if query_len > 1:
             seen = self._seen([seq_len], [query_len], query_len, batch.seq_lens.device)
             mask = self._mask(seen, seq_len)
-        return ShortRows(
+        return ShortRow(
             tokens=slice(starts[row], starts[row + 1]),
-            real=None,
-            num_rows=1,
-            query_len=query_len,
             kv_len=seq_len,
             blocks=self._blocks_of(batch, row, seq_len),
             mask=mask,
@@ -165,7 +207,7 @@ class TorchAttentionBackend:
 
     def _padded_group(
         self, batch: ForwardBatch, rows: Sequence[int], starts: Sequence[int], seq_lens: Sequence[int]
-    ) -> ShortRows:
+    ) -> PaddedGroup:
         device = batch.seq_lens.device
         query_lens = [starts[row + 1] - starts[row] for row in rows]
         lens = [seq_lens[row] for row in rows]
@@ -190,7 +232,7 @@ class TorchAttentionBackend:
         table = batch.block_table[torch.tensor(rows, device=device), :num_blocks]
         owned = torch.tensor([-(-length // self._block_size) for length in lens], device=device)
         table = table * (torch.arange(num_blocks, device=device) < owned[:, None])
-        return ShortRows(
+        return PaddedGroup(
             tokens=tokens,
             real=real,
             num_rows=len(rows),
@@ -203,15 +245,16 @@ class TorchAttentionBackend:
     def _prefill_blocks(
         self, batch: ForwardBatch, row: int, start: int, query_len: int, seq_len: int
     ) -> list[PrefillBlock]:
-        blocks = self._blocks_of(batch, row, seq_len)
         context = seq_len - query_len
-        if context == 0 and query_len <= 4 * PREFILL_QUERY_BLOCK:
+        if context == 0 and query_len <= MAX_UNMASKED_PREFILL:
+            blocks = self._blocks_of(batch, row, seq_len)
             return [PrefillBlock(tokens=slice(start, start + query_len), kv_len=seq_len, blocks=blocks, mask=None)]
         pieces: list[PrefillBlock] = []
         for first in range(0, query_len, PREFILL_QUERY_BLOCK):
             end = min(first + PREFILL_QUERY_BLOCK, query_len)
             seen = torch.arange(context + first + 1, context + end + 1, device=batch.seq_lens.device)
             kv_len = context + end
+            blocks = self._blocks_of(batch, row, kv_len)
             mask = self._additive(seen[:, None], kv_len)  # [end - first, kv_len]
             pieces.append(
                 PrefillBlock(tokens=slice(start + first, start + end), kv_len=kv_len, blocks=blocks, mask=mask)
@@ -247,5 +290,5 @@ class TorchAttentionBackend:
         return torch.zeros(hidden.shape, dtype=self._dtype, device=seen.device).masked_fill_(hidden, float("-inf"))
 
 
-def _covers(piece: ShortRows | PrefillBlock, num_tokens: int) -> bool:
+def _covers(piece: Piece, num_tokens: int) -> bool:
     return isinstance(piece.tokens, slice) and piece.tokens == slice(0, num_tokens)

@@ -12,7 +12,7 @@ from model_executor.attention.backend import AttentionBackend
 from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import KVCache, LayerKV
 from model_executor.models.config import ModelConfig
-from model_executor.models.layers import build_linear, rms_norm
+from model_executor.models.layers import RMSNorm, build_linear
 from model_executor.models.parameters import DecoderParameters, LayerParameters
 from model_executor.models.rotary import RotaryTable, rotate
 
@@ -22,35 +22,34 @@ class DecoderLayer:
 
     def __init__(self, config: ModelConfig, parameters: LayerParameters, attention: AttentionBackend[Any]) -> None:
         self._attention = attention
-        self._eps = config.rms_norm_eps
         self._num_heads = config.num_heads
         self._num_qk_heads = config.num_heads + config.num_kv_heads
         self._num_kv_heads = config.num_kv_heads
         self._head_dim = config.head_dim
-        self._intermediate_size = config.intermediate_size
-        self._input_norm = parameters.input_norm
+        self._input_norm = RMSNorm(parameters.input_norm, config.rms_norm_eps)
         self._qkv = build_linear(parameters.qkv, parameters.qkv_bias)
-        self._qk_norm = parameters.qk_norm  # [num_heads + num_kv_heads, head_dim]
+        self._qk_norm = None if parameters.qk_norm is None else RMSNorm(parameters.qk_norm, config.rms_norm_eps)
         self._o = build_linear(parameters.o, parameters.o_bias)
-        self._post_attention_norm = parameters.post_attention_norm
+        self._post_attention_norm = RMSNorm(parameters.post_attention_norm, config.rms_norm_eps)
         self._gate_up = build_linear(parameters.gate_up, parameters.gate_up_bias)
         self._down = build_linear(parameters.down, parameters.down_bias)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, layer_kv: LayerKV, metadata: Any) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, hidden_size]; cos and sin are [num_tokens, 1, head_dim]."""
         num_tokens = hidden.shape[0]
-        qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps))
+        qkv = self._qkv(self._input_norm(hidden))
         heads = qkv.view(num_tokens, -1, self._head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         qk = heads[:, : self._num_qk_heads]
         if self._qk_norm is not None:
-            qk = F.rms_norm(qk, (self._head_dim,), None, self._eps) * self._qk_norm
+            qk = self._qk_norm(qk)
         qk = rotate(qk, cos, sin)
         query, key, value = qk[:, : self._num_heads], qk[:, self._num_heads :], heads[:, self._num_qk_heads :]
         attended = self._attention.forward(query, key, value, layer_kv, metadata)
-        hidden = self._o.add_to(hidden, attended.view(num_tokens, -1))
-        gate_up = self._gate_up(rms_norm(hidden, self._post_attention_norm, self._eps))
-        gate, up = gate_up[:, : self._intermediate_size], gate_up[:, self._intermediate_size :]
-        return self._down.add_to(hidden, F.silu(gate).mul_(up))
+        # A sum in place is 1 us cheaper than the sum that oneDNN can do as a part of the product.
+        hidden = self._o(attended.view(num_tokens, -1)).add_(hidden)
+        gate_up = self._gate_up(self._post_attention_norm(hidden))
+        gate, up = gate_up.chunk(2, -1)
+        return self._down(F.silu(gate).mul_(up)).add_(hidden)
 
 
 class Decoder:
@@ -77,7 +76,7 @@ class Decoder:
         while parameters.layers:
             self._layers.append(DecoderLayer(config, parameters.layers.pop(0), attention))
         self._embed_tokens = parameters.embed_tokens
-        self._final_norm = parameters.final_norm
+        self._final_norm = RMSNorm(parameters.final_norm, config.rms_norm_eps)
         self._lm_head = build_linear(parameters.lm_head, None)
 
     @torch.inference_mode()
@@ -96,7 +95,7 @@ class Decoder:
         cos, sin = self._rotary.gather(batch.positions)
         for layer, layer_kv in zip(self._layers, kv_cache.layers, strict=True):
             hidden = layer.forward(hidden, cos, sin, layer_kv, metadata)
-        return rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return self._final_norm(hidden)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -36,9 +36,9 @@ rows_strategy = st.lists(
 )
 
 
-def make_layer(num_blocks: int, num_kv_heads: int, generator: torch.Generator) -> LayerKV:
+def make_layer(num_blocks: int, num_kv_heads: int, generator: torch.Generator, dtype: torch.dtype) -> LayerKV:
     shape = (num_blocks, BLOCK_SIZE, num_kv_heads, HEAD_DIM)
-    key, value = (torch.randn(shape, generator=generator) for _ in range(2))
+    key, value = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
     return LayerKV(key, value, key.view(-1, num_kv_heads, HEAD_DIM), value.view(-1, num_kv_heads, HEAD_DIM))
 
 
@@ -111,19 +111,33 @@ def test_long_rows_equal_the_reference(rows: list[Row]) -> None:
     check(rows, (2, 1), num_padding=0, in_order=False, seed=1)
 
 
-def check(rows: list[Row], heads: tuple[int, int], num_padding: int, in_order: bool, seed: int) -> None:
+@pytest.mark.parametrize("in_order", [True, False])
+def test_bfloat16_rows_are_close_to_the_reference(in_order: bool) -> None:
+    rows = [Row(50, 4), Row(60, 1), Row(55, 3), Row(0, 40), Row(64, 40)]
+    check(rows, (4, 2), num_padding=2, in_order=in_order, seed=2, dtype=torch.bfloat16, atol=0.03)
+
+
+def check(
+    rows: list[Row],
+    heads: tuple[int, int],
+    num_padding: int,
+    in_order: bool,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    atol: float = 2e-5,
+) -> None:
     num_heads, num_kv_heads = heads
     generator = torch.Generator().manual_seed(seed)
     batch, num_blocks = make_batch(rows, num_padding, in_order, random.Random(seed))
-    layer = make_layer(num_blocks, num_kv_heads, generator)
+    layer = make_layer(num_blocks, num_kv_heads, generator, dtype)
     num_tokens = batch.input_ids.shape[0]
-    query = torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator)
-    key, value = (torch.randn(num_tokens, num_kv_heads, HEAD_DIM, generator=generator) for _ in range(2))
+    query = torch.randn(num_tokens, num_heads, HEAD_DIM, generator=generator).to(dtype)
+    key, value = (torch.randn(num_tokens, num_kv_heads, HEAD_DIM, generator=generator).to(dtype) for _ in range(2))
     untouched = torch.ones(num_blocks * BLOCK_SIZE, dtype=torch.bool)
     untouched[batch.slot_mapping] = False
     before = layer.key_slots[untouched], layer.value_slots[untouched]
 
-    backend = TorchAttentionBackend(num_heads, num_kv_heads, BLOCK_SIZE, torch.float32)
+    backend = TorchAttentionBackend(num_heads, num_kv_heads, BLOCK_SIZE, dtype)
     output = backend.forward(query, key, value, layer, backend.prepare(batch))
 
     real = num_tokens - num_padding
@@ -133,4 +147,5 @@ def check(rows: list[Row], heads: tuple[int, int], num_padding: int, in_order: b
     assert torch.equal(layer.value_slots[untouched], before[1])
     expected = attend_token_by_token(query, layer, batch)
     assert output.shape == query.shape
-    torch.testing.assert_close(output.double(), expected, atol=2e-5, rtol=1e-5)
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.double(), expected, atol=atol, rtol=1e-5)
