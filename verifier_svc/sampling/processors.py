@@ -14,11 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from verifier_svc.sampling.state import BAD_WORDS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, SamplingState
+
+# Penalties make several tensors of the shape of the logits. Rows are done in chunks of about this many logits, so that
+# their memory does not grow with the batch.
+_CHUNK_LOGITS: Final = 65536
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +50,14 @@ def process_logits(logits: Tensor, state: SamplingState, at: Positions) -> Tenso
 
 def _apply_penalties(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
     """Repetition over prompt and output (divide where positive, multiply where not), then frequency, then presence."""
-    index = torch.tensor(selected, device=logits.device)  # [n]
+    num_rows = max(1, _CHUNK_LOGITS // logits.shape[1])
+    for start in range(0, len(selected), num_rows):
+        index = torch.tensor(selected[start : start + num_rows], device=logits.device)  # [n]
+        logits[index] = _penalised(logits[index], index, state, at)
+
+
+def _penalised(logits: Tensor, index: Tensor, state: SamplingState, at: Positions) -> Tensor:
+    """Penalised logits of the logits rows `index` [n]: [n, V] -> [n, V]."""
     rows = at.rows[index]  # [n]
     positions = at.positions[index].unsqueeze(-1)  # [n, 1]
     longest = int(positions.max())
@@ -55,15 +67,13 @@ def _apply_penalties(logits: Tensor, selected: list[int], state: SamplingState, 
     in_output = in_prefix & (place >= at.prompt_len[rows].unsqueeze(-1))
     prefix = prefix.where(in_prefix, 0)  # what stands behind the prefix may be no token at all; its weight below is 0
 
-    penalised = logits[index]  # [n, V]
-    seen = torch.zeros_like(penalised).scatter_add_(1, prefix, in_prefix.float()) > 0
-    counts = torch.zeros_like(penalised).scatter_add_(1, prefix, in_output.float())  # small integers: exact
+    seen = torch.zeros_like(logits).scatter_add_(1, prefix, in_prefix.float()) > 0
+    counts = torch.zeros_like(logits).scatter_add_(1, prefix, in_output.float())  # small integers: exact
     repetition = state.repetition_penalty[rows].unsqueeze(-1)
-    scaled = torch.where(penalised > 0, penalised / repetition, penalised * repetition)
-    penalised = torch.where(seen, scaled, penalised)
-    penalised -= state.frequency_penalty[rows].unsqueeze(-1) * counts
-    penalised -= state.presence_penalty[rows].unsqueeze(-1) * (counts > 0)
-    logits[index] = penalised
+    logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
+    logits -= state.frequency_penalty[rows].unsqueeze(-1) * counts
+    logits -= state.presence_penalty[rows].unsqueeze(-1) * (counts > 0)
+    return logits
 
 
 def _apply_logit_bias(logits: Tensor, selected: list[int], state: SamplingState, at: Positions) -> None:
