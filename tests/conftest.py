@@ -5,10 +5,10 @@ import os
 import hypothesis
 import pytest
 
-# torch reads these when it is first imported. Two threads are what the smallest machine of CI has; more would only
-# make a run's time depend on the machine. Subprocesses of tests inherit them.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
-os.environ.setdefault("MKL_NUM_THREADS", "2")
+# torch reads these when it is first imported, and subprocesses of tests inherit them. One thread: the models of the tests
+# are too small to share, and on a busy machine two threads that wait for each other are 20 times slower than one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
 # No test downloads a model or a tokenizer.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
