@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from model_executor.attention.workspace import Workspace
 from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import LayerKV
 
@@ -92,6 +93,8 @@ class TorchAttentionBackend:
         self._group_size = num_heads // num_kv_heads
         self._block_size = block_size
         self._dtype = dtype
+        self._key_workspace = Workspace(dtype)
+        self._value_workspace = Workspace(dtype)
 
     def prepare(self, batch: ForwardBatch) -> TorchAttentionMetadata:
         starts: list[int] = batch.query_start_loc.tolist()
@@ -143,7 +146,8 @@ class TorchAttentionBackend:
 
     def _attend_prefill(self, query: Tensor, layer_kv: LayerKV, block: PrefillBlock) -> Tensor:
         queries = query.transpose(0, 1).unsqueeze(0)  # [1, num_heads, query_len, head_dim]
-        keys, values = (self._read_row(cache, block) for cache in (layer_kv.key, layer_kv.value))
+        keys = self._read_row(layer_kv.key, block, self._key_workspace)
+        values = self._read_row(layer_kv.value, block, self._value_workspace)
         output = F.scaled_dot_product_attention(
             queries,
             keys.transpose(0, 1),
@@ -164,7 +168,8 @@ class TorchAttentionBackend:
             query = query.view(num_tokens, self._num_kv_heads, self._group_size, head_dim).transpose(0, 1)
         # [num_kv_heads, 1, query_len * group_size, head_dim]
         packed = query.reshape(self._num_kv_heads, 1, -1, head_dim)
-        keys, values = self._read_row(layer_kv.key, row), self._read_row(layer_kv.value, row)
+        keys = self._read_row(layer_kv.key, row, self._key_workspace)
+        values = self._read_row(layer_kv.value, row, self._value_workspace)
         output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=row.mask)
         if num_tokens > 1:
             output = output.view(self._num_kv_heads, num_tokens, self._group_size, head_dim).transpose(0, 1)
@@ -176,20 +181,21 @@ class TorchAttentionBackend:
         # [num_rows, num_kv_heads, query_len * group_size, head_dim]; a view for one query token, else a small copy
         grouped = query.view(rows.num_rows, rows.query_len, self._num_kv_heads, self._group_size, head_dim)
         packed = grouped.transpose(1, 2).reshape(rows.num_rows, self._num_kv_heads, packed_len, head_dim)
-        keys, values = (self._read_group(cache, rows) for cache in (layer_kv.key, layer_kv.value))
+        keys = self._read_group(layer_kv.key, rows, self._key_workspace)
+        values = self._read_group(layer_kv.value, rows, self._value_workspace)
         output = F.scaled_dot_product_attention(packed, keys, values, attn_mask=rows.mask)
         output = output.view(rows.num_rows, self._num_kv_heads, rows.query_len, self._group_size, head_dim)
         return output.transpose(1, 2).reshape(num_tokens, num_heads, head_dim)
 
-    def _read_row(self, cache: Tensor, piece: ShortRow | PrefillBlock) -> Tensor:
+    def _read_row(self, cache: Tensor, piece: ShortRow | PrefillBlock, workspace: Workspace) -> Tensor:
         """Keys or values of one row, [num_kv_heads, 1, kv_len, head_dim]: a view if its blocks stand side by side."""
         blocks = piece.blocks
-        picked = cache[blocks] if isinstance(blocks, slice) else cache.index_select(0, blocks)
+        picked = cache[blocks] if isinstance(blocks, slice) else workspace.gather(cache, blocks)
         return picked.flatten(0, 1)[: piece.kv_len].transpose(0, 1).unsqueeze(1)
 
-    def _read_group(self, cache: Tensor, rows: PaddedGroup) -> Tensor:
+    def _read_group(self, cache: Tensor, rows: PaddedGroup, workspace: Workspace) -> Tensor:
         """Keys or values of a padded group, [num_rows, num_kv_heads, kv_len, head_dim]."""
-        picked = cache.index_select(0, rows.blocks).view(rows.num_rows, -1, *cache.shape[2:])
+        picked = workspace.gather(cache, rows.blocks).view(rows.num_rows, -1, *cache.shape[2:])
         return picked[:, : rows.kv_len].transpose(1, 2)
 
     def _single_row(self, batch: ForwardBatch, row: int, starts: Sequence[int], seq_lens: Sequence[int]) -> ShortRow:
