@@ -94,7 +94,7 @@ def copy_heavy_prompt(model: str) -> list[int]:
     from outrider.local import load_tokenizer
 
     tokenizer = load_tokenizer(model)
-    files = sorted((REPOSITORY / "models" / "heldout").rglob("*.py"))
+    files = sorted((REPOSITORY / "models" / "heldout").rglob("*.py.txt"))
     texts = [tokenizer.encode(path.read_text(encoding="utf-8")).ids for path in files]
     text = next(ids for ids in texts if len(ids) >= 400)[:400]
     return [*text, *text[:100]]

@@ -23,6 +23,7 @@ class Request:
 
     request_id: str
     prompt_token_ids: list[int]
+    """The prompt; for a request that goes on after a failure elsewhere also the output it had got there."""
     params: SamplingParams
     seed: int
     """Never None here: drawn at random when the caller gave none."""
@@ -34,6 +35,14 @@ class Request:
     """Token sequences that are never completed."""
     num_speculative_tokens: int = 0
     """At most this many draft tokens a step."""
+    num_output_tokens: int = 0
+    """How many of `prompt_token_ids`, at their end, are output already. Penalties, limits and stop strings count them
+    as such, so that the output goes on as if it had never stopped."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt proper."""
+        return len(self.prompt_token_ids) - self.num_output_tokens
 
 
 class TokenLogprobs(NamedTuple):

@@ -212,3 +212,28 @@ def test_greedy_output_is_that_of_transformers(tmp_path: Path, name: str) -> Non
         with LLM(str(tmp_path), max_model_len=MAX_MODEL_LEN, **options) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [output.outputs[0].token_ids for output in outputs] == expected
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_an_output_resumed_at_any_token_goes_on_the_same(tiny_llama: Path, name: str) -> None:
+    """What a client does when a verifier dies: prompt + received tokens, same parameters, same seed, another engine."""
+    from verifier_svc.front.admission import build_requests
+    from verifier_svc.front.output_stream import OutputStream
+
+    params = PARAMS[name].model_copy(update={"n": 1, "prompt_logprobs": None})
+    with LLM(str(tiny_llama), max_model_len=MAX_MODEL_LEN) as llm:
+        whole = llm.generate(PROMPTS[3], params, use_tqdm=False)[0].outputs[0]
+        for cut in range(1, len(whole.token_ids), 5):
+            received = whole.token_ids[:cut]
+            (request,) = build_requests("r", PROMPTS[3] + received, params, llm._served, num_output_tokens=cut)
+            stream = OutputStream(request, llm._served.tokenizer)
+            engine = llm._engine
+            engine.add(request)
+            while stream.finish_reason is None:
+                for event in engine.step():
+                    tokens, reason = event.tokens, event.finish_reason
+                    stream.add(tokens, event.num_draft_tokens, event.num_accepted_tokens, reason, event.logprobs)
+            engine.abort("r")
+            engine.drain()
+            assert received + stream.token_ids == whole.token_ids
+            assert (stream.text, str(stream.finish_reason)) == (whole.text, whole.finish_reason)

@@ -111,7 +111,7 @@ class ModelRunner:
         for new in plan.new_rows:
             request = new.request
             self._rows.set_row(
-                new.row, new.tokens, len(request.prompt_token_ids), new.num_computed_tokens, request.max_len
+                new.row, new.tokens, request.prompt_len, new.num_computed_tokens, request.max_len
             )
             self._sampling.set_row(new.row, request)
             self._num_logprobs[new.row] = request.params.logprobs

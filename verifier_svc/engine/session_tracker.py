@@ -36,7 +36,7 @@ def _opened(new: NewRow, generation: int) -> RowOpened:
         generation=generation,
         request_id=request.request_id,
         token_ids=new.tokens,
-        prompt_len=len(request.prompt_token_ids),
+        prompt_len=request.prompt_len,
         max_len=request.max_len,
         num_speculative_tokens=request.num_speculative_tokens,
         seed=request.seed,

@@ -33,11 +33,16 @@ class ServedModel:
 
 
 def build_requests(
-    request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, model: ServedModel
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    model: ServedModel,
+    num_output_tokens: int = 0,
 ) -> list[Request]:
     """The `n` requests of one prompt. Output i is drawn with seed + i.
 
-    Token ids may be integers of numpy too; an array is no list of token ids.
+    Token ids may be integers of numpy too; an array is no list of token ids. With `num_output_tokens` the last that many
+    tokens of the prompt are output which the request got before a failure; `params` are those it had then.
 
     Raises:
         InvalidArgumentError: names the field, the value and the limit.
@@ -47,7 +52,9 @@ def build_requests(
     if model.tokenizer is None and (params.stop or params.bad_words):
         field = "stop" if params.stop else "bad_words"
         raise InvalidArgumentError(field, getattr(params, field), "none, as the engine has no tokenizer")
-    room = model.max_model_len - len(prompt)
+    _check_resumed(num_output_tokens, len(prompt), params)
+    prompt_len = len(prompt) - num_output_tokens
+    room = model.max_model_len - prompt_len
     if params.min_tokens > room:
         limit = f"at most max_model_len - prompt tokens = {room}"
         raise InvalidArgumentError("min_tokens", params.min_tokens, limit)
@@ -64,10 +71,11 @@ def build_requests(
             prompt_token_ids=prompt,
             params=params,
             seed=(seed + index) % (MAX_SEED + 1),
-            max_len=len(prompt) + max_tokens,
+            max_len=prompt_len + max_tokens,
             stop_token_ids=stop_token_ids,
             bad_words=bad_words,
             num_speculative_tokens=num_draft,
+            num_output_tokens=num_output_tokens,
         )
         for index in range(params.n)
     ]
@@ -95,6 +103,17 @@ def _checked_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> list
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < model.vocab_size:
             raise InvalidArgumentError(f"prompt[{index}]", token, f"a token id in [0, {model.vocab_size})")
     return [int(token) for token in prompt_token_ids]
+
+
+def _check_resumed(num_output_tokens: int, num_tokens: int, params: SamplingParams) -> None:
+    if not 0 <= num_output_tokens < num_tokens:
+        limit = f"0 to {num_tokens - 1}, fewer than the tokens sent"
+        raise InvalidArgumentError("num_output_tokens", num_output_tokens, limit)
+    if params.max_tokens is not None and num_output_tokens >= params.max_tokens:
+        limit = f"fewer than max_tokens = {params.max_tokens}"
+        raise InvalidArgumentError("num_output_tokens", num_output_tokens, limit)
+    if num_output_tokens and params.n != 1:
+        raise InvalidArgumentError("n", params.n, "1, for an output that is resumed")
 
 
 def _encode(tokenizer: Tokenizer, field: str, text: str, add_special_tokens: bool) -> list[int]:

@@ -48,8 +48,13 @@ class OutputStream:
     def __post_init__(self) -> None:
         params = self.request.params
         self._stop_strings = StopStrings(params.stop, params.include_stop_str_in_output)
-        if self.tokenizer is not None:
-            self._detokenizer = Detokenizer(self.tokenizer, self.request.prompt_token_ids, params.skip_special_tokens)
+        if self.tokenizer is None:
+            return
+        tokens, prompt_len = self.request.prompt_token_ids, self.request.prompt_len
+        self._detokenizer = Detokenizer(self.tokenizer, tokens[:prompt_len], params.skip_special_tokens)
+        # Output from before a failure: shown already, but a stop string or a character may end in what comes now.
+        self.text = "".join(self._detokenizer.add(token) for token in tokens[prompt_len:])
+        self._num_shown = self._stop_strings.num_safe(self.text)
 
     def add(
         self,
@@ -99,7 +104,8 @@ class OutputStream:
         """True: a stop string is complete, and the output ends with this token."""
         self.text += text
         params = self.request.params
-        if not params.stop or not text or len(self.token_ids) < params.min_tokens:
+        num_tokens = self.request.num_output_tokens + len(self.token_ids)
+        if not params.stop or not text or num_tokens < params.min_tokens:
             return False
         hit = self._stop_strings.find(self.text, len(text))
         if hit is None:

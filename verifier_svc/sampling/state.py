@@ -81,7 +81,7 @@ class SamplingState:
         self.repetition_penalty[row] = params.repetition_penalty
         self.presence_penalty[row] = params.presence_penalty
         self.frequency_penalty[row] = params.frequency_penalty
-        self.min_len[row] = len(request.prompt_token_ids) + params.min_tokens
+        self.min_len[row] = request.prompt_len + params.min_tokens
         self.stop_token_ids[row].fill_(-1)
         self.stop_token_ids[row, :num_stops] = torch.tensor(request.stop_token_ids, dtype=torch.int64)
 
