@@ -37,11 +37,12 @@ class EngineConfig(BaseModel):
         UnknownOptionError: an option that does not exist; names the nearest one that does.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
 
     model: str = Field(min_length=1)
     """A Hugging Face model directory."""
     drafter: Literal["ngram", "none"] = "ngram"
+    """Where draft tokens come from."""
     num_speculative_tokens: int = Field(default=3, ge=0, le=MAX_SPECULATIVE_TOKENS)
     """K: at most this many draft tokens a row and step."""
     prompt_lookup_max: int = Field(default=5, ge=1, le=32)
@@ -49,6 +50,7 @@ class EngineConfig(BaseModel):
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)
     """Shortest n-gram that counts as a match."""
     device: Literal["cpu"] = "cpu"
+    """Where the model runs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on a CPU, so that output does not depend on speculation."""
     max_model_len: int | None = Field(default=None, ge=2)
@@ -62,6 +64,7 @@ class EngineConfig(BaseModel):
     kv_cache_memory: Bytes = Field(default=1 << 30, ge=1)
     """Bytes of KV cache on a CPU; '512M' and '4G' are understood."""
     enable_prefix_caching: bool = True
+    """Keep the KV of prompts for later ones that begin alike."""
     async_scheduling: bool = True
     """Plan step N+1 before the outcome of step N is known."""
     skip_tokenizer_init: bool = False

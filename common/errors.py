@@ -63,6 +63,30 @@ class EngineClosedError(OutriderError):
     status: ClassVar[str] = "UNAVAILABLE"
 
 
+class UnavailableError(OutriderError):
+    """The service cannot take the request now: it loads, drains or has lost its engine. Another one may take it."""
+
+    status: ClassVar[str] = "UNAVAILABLE"
+
+
+class RequestTimeoutError(OutriderError):
+    """A request took longer than the service allows, or than the caller was willing to wait."""
+
+    status: ClassVar[str] = "DEADLINE_EXCEEDED"
+
+
+class UnsupportedError(OutriderError):
+    """A part of the interface that is not built."""
+
+    status: ClassVar[str] = "UNIMPLEMENTED"
+
+
+class UnauthenticatedError(OutriderError):
+    """A call without a valid key."""
+
+    status: ClassVar[str] = "UNAUTHENTICATED"
+
+
 def _shorten(value: object, limit: int = 120) -> str:
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
