@@ -83,12 +83,14 @@ def test_48245_preemption_with_outputs_in_flight_keeps_every_count(depth: int) -
     preemptions = stale = 0
     for seed in range(40):
         rng = random.Random(seed)
-        orchestrator = make(num_blocks=1 + 10)
+        orchestrator = make(num_blocks=1 + 10, rows=3)
         device = SimulatedDevice(rng, SIZE, accept=0.5, stop_rate=0.0)
-        for name in "abc":
-            orchestrator.add(make_request(name, rng.randint(1, 8), 36, k=4, seed=ord(name)))
+        for name in "abcdefgh":
+            orchestrator.add(make_request(name, rng.randint(1, 8), rng.choice([12, 36]), k=4, seed=ord(name)))
         in_flight: deque[StepPlan] = deque()
         while orchestrator.has_work:
+            if rng.random() < 0.1:  # a row that changes hands while it has outcomes to come
+                orchestrator.abort(rng.choice("abcdefgh"))
             while len(in_flight) < depth and (planned := orchestrator.plan()) is not None:
                 in_flight.append(planned)
             orchestrator.apply(device.run(in_flight.popleft()))
@@ -144,11 +146,9 @@ def test_27922_no_step_is_planned_past_max_tokens(k: int) -> None:
     """#27922: a step was scheduled though those in flight were sure to reach max_tokens."""
     orchestrator = make(num_blocks=64)
     orchestrator.add(make_request("a", 3, max_len=3 + 4, k=k))
-    plans: list[StepPlan] = []
-    while (planned := orchestrator.plan()) is not None:
-        plans.append(planned)
     # Each step commits one token at least, so the fourth is sure to end the output.
-    assert len(plans) == 4
+    plans = [plan(orchestrator) for _ in range(4)]
+    assert orchestrator.plan() is None
     for num_before, planned in enumerate(plans):
         # One token of each step before this one is sure, and one more is drawn beside the drafts.
         assert planned.rows[0].max_draft_tokens <= max(0, 4 - num_before - 1)
