@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(BACKEND)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format lock clean
+.PHONY: help setup demo test check format protos lock clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -35,6 +35,10 @@ check: $(STAMP) ## Check style, types and imports
 format: $(STAMP) ## Format the code
 	@$(BIN)/ruff check --quiet --fix --select I
 	@$(BIN)/ruff format
+
+protos: $(STAMP) ## Generate common/protos from protos/
+	@$(BIN)/python -m grpc_tools.protoc -Icommon/protos=protos --python_out=. --pyi_out=. \
+		$(patsubst protos/%,common/protos/%,$(wildcard protos/*/*/*.proto))
 
 lock: | $(BIN)/python ## Resolve constraints.txt again (UPGRADE=1 for the newest versions)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt uv

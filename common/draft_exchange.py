@@ -6,8 +6,17 @@ these". So a branch that is late is still right or plainly wrong, and never need
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PROTOCOL_VERSION = 1
+"""Of protos/outrider/v1/drafter.proto."""
+
+IntArray = NDArray[np.signedinteger[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,3 +82,108 @@ class RowError(NamedTuple):
     row: int
     generation: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BranchBatch:
+    """Branches in columns: a batch of 64 is five arrays and not 64 objects. B branches, T tokens in total."""
+
+    row: IntArray  # [B] int32
+    generation: IntArray  # [B] int64
+    base_len: IntArray  # [B] int32
+    num_tokens: IntArray  # [B] int32, at least 1
+    token_ids: IntArray  # [T] int32, end to end
+
+    @classmethod
+    def of(cls, branches: Iterable[Branch]) -> BranchBatch:
+        """The same branches in columns; those without tokens are left out."""
+        kept = [branch for branch in branches if branch.token_ids]
+        return cls(
+            np.array([branch.row for branch in kept], np.int32),
+            np.array([branch.generation for branch in kept], np.int64),
+            np.array([branch.base_len for branch in kept], np.int32),
+            np.array([len(branch.token_ids) for branch in kept], np.int32),
+            np.array([token for branch in kept for token in branch.token_ids], np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def to_list(self) -> list[Branch]:
+        """One object a branch: for tests and for those who need no speed."""
+        tokens: list[int] = self.token_ids.tolist()
+        columns = (self.row.tolist(), self.generation.tolist(), self.base_len.tolist(), self.num_tokens.tolist())
+        branches: list[Branch] = []
+        start = 0
+        for row, generation, base_len, count in zip(*columns, strict=True):
+            branches.append(Branch(row, generation, base_len, tokens[start : start + count]))
+            start += count
+        return branches
+
+
+NO_BRANCHES = BranchBatch.of([])
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReply:
+    """What a drafter says about everything it was told up to update `answered_sequence`."""
+
+    answered_sequence: int
+    """A row of these updates without a branch got none: there is nothing left to wait for."""
+    branches: BranchBatch
+    row_errors: list[RowError]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """Which model tokens come from. Empty fields are not known, and fit any."""
+
+    model_fingerprint: str = ""
+    vocabulary_fingerprint: str = ""
+    vocab_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLimits:
+    """What one verifier may ask of a drafter."""
+
+    max_rows: int
+    max_model_len: int
+    max_frame_tokens: int
+    max_branch_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierHello:
+    """How a verifier introduces itself: what its rows can be, and the branches it wants."""
+
+    verifier_id: str
+    model: ModelIdentity
+    max_model_len: int
+    max_rows: int
+    branch_budget: int
+    """Branches for a row and update at most."""
+    branch_len: int
+    """Tokens of a branch at most. More than a step can use keeps a late branch useful."""
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterHello:
+    """How a drafter answers. Another incarnation is another process, which remembers nothing."""
+
+    incarnation_id: str
+    model: ModelIdentity
+    method: str
+    limits: DrafterLimits
+    protocol_version: int = PROTOCOL_VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterLoad:
+    """How busy a drafter is."""
+
+    num_rows: int
+    max_rows: int
+    num_streams: int
+    num_waiting_frames: int

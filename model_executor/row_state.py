@@ -37,9 +37,18 @@ class RowState:
         self.prompt_len = torch.zeros(rows, dtype=torch.int64, device=device)  # [R]
         self.max_len = torch.zeros(rows, dtype=torch.int64, device=device)  # [R] prompt + max_tokens
         self.finished = torch.ones(rows, dtype=torch.bool, device=device)  # [R] a no-op in every later step
+        self.generation = torch.zeros(rows, dtype=torch.int64, device=device)  # [R] which request of the row
         self.block_table = torch.zeros(rows, max_blocks, dtype=torch.int64, device=device)  # [R, max_blocks]
 
-    def set_row(self, row: int, tokens: Sequence[int], prompt_len: int, num_computed_tokens: int, max_len: int) -> None:
+    def set_row(
+        self,
+        row: int,
+        tokens: Sequence[int],
+        prompt_len: int,
+        num_computed_tokens: int,
+        max_len: int,
+        generation: int = 0,
+    ) -> None:
         """Give `row` to a request: `tokens` are committed, KV of the first `num_computed_tokens` is in its blocks."""
         count = len(tokens)
         self.token_ids[row, :count] = torch.tensor(tokens, dtype=torch.int32)
@@ -47,6 +56,7 @@ class RowState:
         self.num_computed_tokens[row] = num_computed_tokens
         self.prompt_len[row] = prompt_len
         self.max_len[row] = max_len
+        self.generation[row] = generation
         self.finished[row] = False
 
     def append_blocks(self, row: int, start: int, block_ids: Sequence[int]) -> None:

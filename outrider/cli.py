@@ -12,6 +12,7 @@ from common.errors import OutriderError
 from common.logging import configure_logging
 
 _COMMANDS = {
+    "drafter": "draft for verifiers over gRPC",
     "demo": "watch a small model write code with speculation, then compare it with speculation off",
 }
 

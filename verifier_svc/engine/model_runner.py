@@ -108,10 +108,16 @@ class ModelRunner:
         return _outcome(plan, _row_outcomes(step, draft_len, result, logprobs, prompt_logprobs))
 
     def _stage(self, plan: StepPlan) -> None:
+        generations = {planned.row: planned.generation for planned in plan.rows} if plan.new_rows else {}
         for new in plan.new_rows:
             request = new.request
             self._rows.set_row(
-                new.row, new.tokens, request.prompt_len, new.num_computed_tokens, request.max_len
+                new.row,
+                new.tokens,
+                request.prompt_len,
+                new.num_computed_tokens,
+                request.max_len,
+                generations[new.row],
             )
             self._sampling.set_row(new.row, request)
             self._num_logprobs[new.row] = request.params.logprobs

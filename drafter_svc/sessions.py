@@ -1,0 +1,213 @@
+"""What a drafter knows of each verifier's rows, and the checks that keep one row's trouble to that row.
+
+A verifier numbers its rows; a drafter has rows of its own, shared by all verifiers, so that one call of the draft method
+can serve them all. A session ties (verifier, row, generation) to a row of the drafter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from common.draft_exchange import RowClosed, RowCommitted, RowError, RowOpened, SessionUpdate, VerifierHello
+from model_executor.row_state import RowState
+
+
+@dataclass(slots=True)
+class SessionStats:
+    """Counted over all verifiers since the drafter started."""
+
+    num_opened: int = 0
+    num_closed: int = 0
+    num_stale: int = 0
+    """Changes of an older generation: dropped."""
+    num_duplicates: int = 0
+    """Tokens or rows that were known already: dropped."""
+    num_row_errors: int = 0
+
+
+class RowPool:
+    """The drafter's rows, on the device of its method, and which of them are free."""
+
+    def __init__(self, rows: RowState) -> None:
+        self.rows = rows
+        self.max_rows = rows.committed_len.shape[0]
+        self._free = list(range(self.max_rows - 1, -1, -1))
+
+    @property
+    def num_used(self) -> int:
+        return self.max_rows - len(self._free)
+
+    def take(self) -> int | None:
+        """A free row; None if all are taken."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, row: int) -> None:
+        self.rows.finished[row] = True
+        self._free.append(row)
+
+
+@dataclass(slots=True)
+class Session:
+    """One request of one verifier."""
+
+    row: int
+    """The verifier's."""
+    generation: int
+    pool_row: int
+    committed_len: int
+    max_len: int
+    """Prompt + output at most, also within what a row of the drafter holds."""
+
+
+@dataclass(slots=True)
+class VerifierSessions:
+    """The sessions of one verifier. Nothing in here is shared with another but the pool.
+
+    Args:
+        hello: what the verifier said it is.
+        pool: where rows come from.
+        stats: counts, shared by all verifiers.
+    """
+
+    hello: VerifierHello
+    pool: RowPool
+    stats: SessionStats
+    _sessions: dict[int, Session] = field(default_factory=dict[int, Session])  # by the verifier's row
+    _closed_generation: dict[int, int] = field(default_factory=dict[int, int])  # newest that the verifier has closed
+    _changed: dict[int, Session] = field(default_factory=dict[int, Session])  # text changed since the last take_changed
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def apply(self, update: SessionUpdate) -> list[RowError]:
+        """Take in what happened to the rows. A change that does not fit costs that row its session and nothing else."""
+        errors: list[RowError] = []
+        for closed in update.closed:
+            self._close(closed)
+        for opened in update.opened:
+            self._report(errors, opened, self._open(opened))
+        fits: list[tuple[Session, int, list[int]]] = []
+        for committed in update.committed:
+            self._report(errors, committed, self._commit(committed, fits))
+        self._write(fits)
+        return errors
+
+    def take_changed(self) -> list[Session]:
+        """Sessions whose text has changed since the last call."""
+        changed = list(self._changed.values())
+        self._changed.clear()
+        return changed
+
+    def close(self) -> None:
+        """Let go of all sessions: the verifier is gone."""
+        for row in list(self._sessions):
+            self._drop(row)
+
+    def _close(self, closed: RowClosed) -> None:
+        session = self._sessions.get(closed.row)
+        is_row = 0 <= closed.row < self.hello.max_rows
+        if not is_row or (session is not None and closed.generation < session.generation):
+            self.stats.num_stale += 1
+        else:
+            known = self._closed_generation.get(closed.row, -1)
+            self._closed_generation[closed.row] = max(known, closed.generation)
+            if session is not None:
+                self._drop(closed.row)
+
+    def _open(self, opened: RowOpened) -> str | None:
+        """Why the row cannot be opened; None if it was, or if the change is an old one."""
+        if not 0 <= opened.row < self.hello.max_rows:
+            return f"row: expected a row below {self.hello.max_rows}, found {opened.row}"
+        session = self._sessions.get(opened.row)
+        newest = self._closed_generation.get(opened.row, -1) + 1 if session is None else session.generation
+        if opened.generation < newest:
+            self.stats.num_stale += 1
+            return None
+        if session is not None:
+            if opened.generation == session.generation and len(opened.token_ids) < session.committed_len:
+                self.stats.num_duplicates += 1  # came once more, after what was committed behind it
+                return None
+            self._drop(opened.row)
+        count = len(opened.token_ids)
+        limit = self.pool.rows.max_model_len
+        if count >= limit:
+            return f"token_ids: expected fewer than max_model_len = {limit} tokens, found {count}"
+        if (wrong := self._wrong_token(opened.token_ids)) is not None:
+            return wrong
+        pool_row = self.pool.take()
+        if pool_row is None:
+            return f"no free row: all {self.pool.max_rows} rows of the drafter are taken"
+        max_len = min(opened.max_len, limit)
+        self.pool.rows.set_row(pool_row, opened.token_ids, opened.prompt_len, 0, max_len)
+        session = Session(opened.row, opened.generation, pool_row, count, max_len)
+        self._sessions[opened.row] = session
+        self._changed[opened.row] = session
+        self.stats.num_opened += 1
+        return None
+
+    def _commit(self, committed: RowCommitted, fits: list[tuple[Session, int, list[int]]]) -> str | None:
+        """Why the tokens do not fit; None if they do and were added to `fits`, or if the change is an old one."""
+        row, generation, base_len, token_ids = committed
+        session = self._sessions.get(row)
+        if session is None or generation > session.generation:
+            if generation <= self._closed_generation.get(row, -1):
+                self.stats.num_stale += 1
+                return None
+            return "row: tokens were committed to a row that is not open"
+        if generation < session.generation:
+            self.stats.num_stale += 1
+            return None
+        end = base_len + len(token_ids)
+        if base_len != session.committed_len:
+            if base_len >= 0 and end <= session.committed_len:
+                self.stats.num_duplicates += 1
+                return None
+            return f"base_len: expected {session.committed_len}, the tokens that are there; found {base_len}"
+        if end > self.pool.rows.max_model_len:
+            return f"token_ids: expected at most max_model_len = {self.pool.rows.max_model_len} tokens, found {end}"
+        if (wrong := self._wrong_token(token_ids)) is not None:
+            return wrong
+        session.committed_len = end
+        self._changed[row] = session
+        fits.append((session, base_len, token_ids))
+        return None
+
+    def _write(self, fits: list[tuple[Session, int, list[int]]]) -> None:
+        """Append tokens to the rows of the pool, all rows at once."""
+        if not fits:
+            return
+        rows = self.pool.rows
+        pool_rows: list[int] = []
+        columns: list[int] = []
+        tokens: list[int] = []
+        for session, base_len, token_ids in fits:
+            count = len(token_ids)
+            pool_rows += [session.pool_row] * count
+            columns += range(base_len, base_len + count)
+            tokens += token_ids
+        rows.token_ids[torch.tensor(pool_rows), torch.tensor(columns)] = torch.tensor(tokens, dtype=torch.int32)
+        lengths = {session.pool_row: session.committed_len for session, _, _ in fits}
+        rows.committed_len[torch.tensor(list(lengths))] = torch.tensor(list(lengths.values()))
+
+    def _report(self, errors: list[RowError], change: RowOpened | RowCommitted, reason: str | None) -> None:
+        """A change that does not fit: the session of the row ends, and the verifier hears of it."""
+        if reason is None:
+            return
+        self._drop(change.row)
+        self.stats.num_row_errors += 1
+        errors.append(RowError(change.row, change.generation, reason))
+
+    def _drop(self, row: int) -> None:
+        session = self._sessions.pop(row, None)
+        if session is not None:
+            self._changed.pop(row, None)
+            self.pool.give_back(session.pool_row)
+            self.stats.num_closed += 1
+
+    def _wrong_token(self, token_ids: list[int]) -> str | None:
+        size = self.hello.model.vocab_size
+        if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:
+            return f"token_ids: expected ids from 0 to {size - 1}"
+        return None
