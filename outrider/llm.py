@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from numbers import Integral
 from types import TracebackType
@@ -110,8 +111,10 @@ class LLM:
             raise InvalidArgumentError("n", params.n, "1, when streaming")
         (request,) = self._build(self._tokenize(prompt), params)
         sample = _Sample(0, OutputStream(request, self._served.tokenizer), deque())
-        for _, delta in self._run([sample]):
-            yield delta
+        # Python 3.12 closes a generator that stands outside of any `try` without running it: the inner one would go on.
+        with closing(self._run([sample])) as deltas:
+            for _, delta in deltas:
+                yield delta
 
     def close(self) -> None:
         """Stop the engine. The model's memory is freed with the object."""
