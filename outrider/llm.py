@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -138,7 +138,7 @@ class LLM:
     def _build(self, tokens: Sequence[int], params: SamplingParams) -> list[Request]:
         return build_requests(f"request-{next(self._request_ids)}", tokens, params, self._served)
 
-    def _run(self, samples: list[_Sample]) -> Iterator[tuple[_Sample, OutputDelta]]:
+    def _run(self, samples: list[_Sample]) -> Generator[tuple[_Sample, OutputDelta], None, None]:
         """Drive the engine until all samples are finished; whatever ends this early aborts what is left."""
         engine = self._engine
         waiting = deque(sample.stream.request for sample in samples)
