@@ -111,7 +111,7 @@ class LLM:
             raise InvalidArgumentError("n", params.n, "1, when streaming")
         (request,) = self._build(self._tokenize(prompt), params)
         sample = _Sample(0, OutputStream(request, self._served.tokenizer), deque())
-        # Python 3.12 closes a generator that stands outside of any `try` without running it: the inner one would go on.
+        # The inner generator holds the request: it is closed with this one, not when the last reference to it goes.
         with closing(self._run([sample])) as deltas:
             for _, delta in deltas:
                 yield delta
