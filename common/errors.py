@@ -32,6 +32,12 @@ class InvalidArgumentError(OutriderError, ValueError):
         super().__init__(f"{field} = {_shorten(value)}: expected {expected}")
 
 
+class InvalidRequestError(OutriderError, ValueError):
+    """A request is wrong in a way that the message says and no single field names."""
+
+    status: ClassVar[str] = "INVALID_ARGUMENT"
+
+
 class UnknownOptionError(OutriderError, TypeError):
     """An option that does not exist; the message names the nearest one that does."""
 
@@ -88,5 +94,7 @@ class UnauthenticatedError(OutriderError):
 
 
 def _shorten(value: object, limit: int = 120) -> str:
+    if isinstance(value, str) and len(value) > limit:  # the repr of a long text is not made to be thrown away
+        return f"{value[:limit]!r}... ({len(value)} characters)"
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"

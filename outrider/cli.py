@@ -10,19 +10,26 @@ from importlib.metadata import PackageNotFoundError, version
 
 from common.errors import OutriderError
 from common.logging import configure_logging
+from common.options import OptionParser
 
 _COMMANDS = {
+    "verifier": "serve a model over gRPC",
     "drafter": "draft for verifiers over gRPC",
     "demo": "watch a small model write code with speculation, then compare it with speculation off",
 }
+
+_SERVICES = ("verifier", "drafter")
+"""Commands that log what they do unless told otherwise."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. An error of ours is one line on standard error, with status 2."""
     args = build_parser().parse_args(argv)
+    command = importlib.import_module(f"outrider.commands.{args.command}")
+    args.log_level = args.log_level or ("info" if args.command in _SERVICES else "warning")
     configure_logging(args.log_level)
     try:
-        return importlib.import_module(f"outrider.commands.{args.command}").run(args)
+        return command.run(args)
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
         return 2
@@ -32,12 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Each command is a module of `outrider.commands` with `add_arguments(parser)` and `run(args) -> status`."""
-    parser = argparse.ArgumentParser(
-        prog="outrider", description="Speculative decoding for large language models, as services."
-    )
-    parser.add_argument("--version", action="version", version=f"outrider {_version()}")
+    parser = OptionParser(prog="outrider", description="Speculative decoding for large language models, as services.")
+    parser.add_argument("--version", action="version", version=f"outrider {package_version()}")
     parser.add_argument(
-        "--log-level", default="warning", choices=("debug", "info", "warning", "error"), help="default: %(default)s"
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        help="default: info for services, warning for other commands",
     )
     commands = parser.add_subparsers(title="commands", dest="command", required=True, metavar="COMMAND")
     for name, summary in _COMMANDS.items():
@@ -46,7 +53,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _version() -> str:
+def package_version() -> str:
+    """Of this package."""
     try:
         return version("outrider")
     except PackageNotFoundError:  # run from a folder, not installed

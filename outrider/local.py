@@ -34,6 +34,8 @@ class LocalEngine:
 
     engine: Engine
     served: ServedModel
+    dtype: str
+    """Of the weights in memory, such as float32."""
 
 
 def build_draft_method(config: EngineConfig) -> DraftMethod:
@@ -87,14 +89,15 @@ def build_local_engine(
         num_speculative_tokens=0 if config.drafter == "none" else config.num_speculative_tokens,
         tokenizer=tokenizer,
     )
+    dtype = str(decoder.dtype).removeprefix("torch.")
     get_logger(__name__).info(
         "engine ready",
         **config.model_dump(),
-        served_dtype=str(decoder.dtype).removeprefix("torch."),
+        served_dtype=dtype,
         served_max_model_len=max_model_len,
         num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, executor, depth), served)
+    return LocalEngine(Engine(orchestrator, executor, depth), served, dtype)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

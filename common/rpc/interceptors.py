@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -16,8 +16,9 @@ from common.logging import get_logger
 # Probes have no keys.
 OPEN_METHODS = ("/grpc.health.v1.Health/",)
 
-_MethodHandler = grpc.RpcMethodHandler[Any, Any]
-_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_MethodHandler | None]]
+if TYPE_CHECKING:  # grpc's classes take parameters in their stubs only
+    _MethodHandler = grpc.RpcMethodHandler[Any, Any]
+    _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_MethodHandler | None]]
 _Handler = Any  # grpc's generated type knows the fields of one of the four kinds of a handler only
 
 logger = get_logger(__name__)
@@ -35,7 +36,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> _MethodHandler | None:
         handler: _Handler = await continuation(handler_call_details)
-        if handler is None:
+        if handler is None or not _is_asynchronous(handler):
             return handler
         method = str(handler_call_details.method)
         if handler.unary_unary is not None:
@@ -115,6 +116,11 @@ def _guard_stream(method: str, behaviour: Callable[..., Any]) -> Callable[..., A
             await context.write(response)
 
     return _guarded(method, write_all)
+
+
+def _is_asynchronous(handler: _Handler) -> bool:
+    behaviour = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    return inspect.iscoroutinefunction(behaviour) or inspect.isasyncgenfunction(behaviour)
 
 
 def _kind_of(handler: _Handler) -> Callable[..., _MethodHandler]:

@@ -211,6 +211,8 @@ class Orchestrator:
             state.last_uid = uid
             state.num_registered_blocks = len(blocks)
             state.num_computed_tokens = len(blocks) * self.pool.block_size
+            if state.num_cached_tokens < 0:
+                state.num_cached_tokens = state.num_computed_tokens
             if prompt_logprobs is None:
                 self.stats.num_prefix_queries += state.prefill_len
                 self.stats.num_prefix_hits += state.num_computed_tokens
@@ -245,7 +247,8 @@ class Orchestrator:
             prompt_logprobs = state.take_prompt_logprobs(prompt_logprobs)
         if planned.max_new_tokens == 0:
             if prompt_logprobs:
-                events.append(Event(state.request.request_id, [], 0, 0, None, None, prompt_logprobs))
+                request_id = state.request.request_id
+                events.append(Event(request_id, [], 0, 0, None, None, prompt_logprobs, state.num_cached_tokens))
             return
         state.max_tokens_in_flight -= planned.max_new_tokens
         state.num_samples_in_flight -= 1
@@ -263,6 +266,7 @@ class Orchestrator:
                 result.finish_reason,
                 result.logprobs,
                 prompt_logprobs,
+                state.num_cached_tokens,
             )
         )
         if result.finish_reason is not None:

@@ -18,6 +18,7 @@ class RequestState:
         "generation",
         "last_uid",
         "max_tokens_in_flight",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_free_needed",
         "num_prompt_logprobs",
@@ -35,6 +36,8 @@ class RequestState:
         self.tokens = list(request.prompt_token_ids)
         self.num_prompt_logprobs = 0
         """Prompt positions reported so far."""
+        self.num_cached_tokens = -1
+        """Found in the prefix cache by the first admission; -1 before it."""
         self.num_free_needed = 0
         """Free blocks that were missing when admission last failed."""
         self.row = -1

@@ -93,3 +93,5 @@ class Event(NamedTuple):
     finish_reason: FinishReason | None
     logprobs: list[TokenLogprobs] | None
     prompt_logprobs: list[TokenLogprobs] | None
+    num_cached_tokens: int = 0
+    """Prompt tokens whose KV was in the prefix cache when the request was first admitted."""

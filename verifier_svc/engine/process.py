@@ -1,0 +1,213 @@
+"""The engine process, rank 0: requests of the front in, one report a step out."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from common.engine_extensions import StepCounts
+from common.errors import EngineClosedError, OutriderError
+from common.logging import configure_logging, get_logger
+from verifier_svc.engine.engine import Engine
+from verifier_svc.engine.link import EngineLink, FrontGoneError
+from verifier_svc.messages import (
+    AbortRequest,
+    AddRequest,
+    EngineLoad,
+    Failed,
+    FlushCache,
+    FlushResult,
+    OutputUpdate,
+    Ready,
+    Rejected,
+    ServedFacts,
+    Start,
+    ToEngine,
+)
+from verifier_svc.orchestrator.step import Event
+
+EXIT_OK, EXIT_FAILED, EXIT_FRONT_GONE = 0, 1, 3
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """What an entry point hands over: it knows which services to wire, this package does not."""
+
+    engine: Engine
+    served: ServedFacts
+
+
+class EngineProcess:
+    """The loop: take what the front has sent, run a step, report it. One thread owns all of it."""
+
+    def __init__(self, engine: Engine, link: EngineLink) -> None:
+        self._engine = engine
+        self._link = link
+        self._request_ids: dict[int, str] = {}
+        self._keys: dict[str, int] = {}
+        self._rejected: list[Rejected] = []
+        self._flushed: list[FlushResult] = []
+        self._num_steps = 0
+        self._logger = get_logger(__name__)
+
+    def run(self) -> None:
+        """Until the front says stop.
+
+        Raises:
+            EngineClosedError: a step has failed.
+            FrontGoneError: the front is gone.
+        """
+        engine, link = self._engine, self._link
+        while True:
+            for message in link.receive(0 if engine.has_work else None):
+                if not self._take(message):
+                    return
+            events: list[Event] = []
+            if engine.has_work:
+                events = engine.step()
+                self._num_steps += 1
+            link.report(self._load(), self._updates(events), self._rejected, self._flushed)
+            self._rejected, self._flushed = [], []
+
+    def _take(self, message: ToEngine) -> bool:
+        """False: the front says stop."""
+        if isinstance(message, AddRequest):
+            self._add(message)
+        elif isinstance(message, AbortRequest):
+            request_id = self._request_ids.pop(message.key, None)
+            if request_id is not None:
+                del self._keys[request_id]
+                self._engine.abort(request_id)
+            self._link.forget(message.key)
+        elif isinstance(message, FlushCache):
+            is_idle = not self._engine.has_work
+            if is_idle:
+                self._engine.orchestrator.pool.reset_cache()
+            self._flushed.append(FlushResult(message.call, is_idle))
+        else:
+            return False
+        return True
+
+    def _add(self, message: AddRequest) -> None:
+        """An error is the answer to this request, and no concern of the others."""
+        try:
+            self._engine.add(message.to_request())
+        except EngineClosedError:
+            raise
+        except OutriderError as error:
+            self._rejected.append(Rejected(message.key, error.status, str(error)))
+        except Exception as error:
+            self._logger.exception("a request could not be added", request_id=message.request_id)
+            self._rejected.append(Rejected(message.key, "INTERNAL", f"internal error: {type(error).__name__}"))
+        else:
+            self._request_ids[message.key] = message.request_id
+            self._keys[message.request_id] = message.key
+
+    def _updates(self, events: list[Event]) -> list[OutputUpdate]:
+        updates: list[OutputUpdate] = []
+        keys = self._keys
+        for event in events:
+            key = keys[event.request_id]
+            tokens = event.tokens
+            steps = [StepCounts(len(tokens), event.num_draft_tokens, event.num_accepted_tokens)] if tokens else []
+            updates.append(
+                OutputUpdate(
+                    key,
+                    tokens,
+                    steps,
+                    event.finish_reason,
+                    event.logprobs,
+                    event.prompt_logprobs,
+                    event.num_cached_tokens,
+                )
+            )
+            if event.finish_reason is not None:
+                del keys[event.request_id]
+                del self._request_ids[key]
+        return updates
+
+    def _load(self) -> EngineLoad:
+        orchestrator = self._engine.orchestrator
+        stats, drafts = orchestrator.stats, orchestrator.draft_stats
+        return EngineLoad(
+            orchestrator.num_running,
+            orchestrator.num_waiting,
+            orchestrator.pool.usage,
+            self._num_steps,
+            stats.num_preemptions,
+            stats.num_prefix_queries,
+            stats.num_prefix_hits,
+            drafts.num_drafts,
+            drafts.num_draft_tokens,
+            drafts.num_accepted_tokens,
+            drafts.num_accepted_tokens_per_pos,
+        )
+
+
+def run_engine_process(sock: socket.socket, front_pid: int, build: Callable[[dict[str, object]], BuiltEngine]) -> int:
+    """Serve the front at the other end of `sock` until it says stop or is gone; returns the exit status.
+
+    Args:
+        sock: a connected stream socket.
+        front_pid: the parent; if it dies, this process is killed at once, also in the middle of a long step.
+        build: makes the engine from the options that the front sends.
+    """
+    _die_with(front_pid)
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # the front decides when to end, and says so over the link
+        signal.signal(ignored, signal.SIG_IGN)
+    link = EngineLink(sock)
+    try:
+        return _serve(link, build)
+    except FrontGoneError:
+        get_logger(__name__).error("the front is gone")
+        return EXIT_FRONT_GONE
+
+
+def _serve(link: EngineLink, build: Callable[[dict[str, object]], BuiltEngine]) -> int:
+    logger = get_logger(__name__)
+    start = _receive_start(link)
+    configure_logging(start.log_level)
+    try:
+        built = build(start.config)
+    except OutriderError as error:
+        link.send_blocking(Failed(error.status, str(error)))
+        return EXIT_FAILED
+    except Exception as error:
+        logger.exception("the engine could not be built")
+        link.send_blocking(Failed("INTERNAL", f"the engine could not be built: {error!r}"))
+        return EXIT_FAILED
+    try:
+        link.send_blocking(Ready(built.served))
+        EngineProcess(built.engine, link).run()
+    except (EngineClosedError, msgspec.MsgspecError) as error:
+        logger.exception("the engine cannot go on")
+        link.send_blocking(Failed("UNAVAILABLE", str(error)))
+        return EXIT_FAILED
+    finally:
+        built.engine.close()
+    return EXIT_OK
+
+
+def _receive_start(link: EngineLink) -> Start:
+    while True:
+        for message in link.receive(None):
+            if not isinstance(message, Start):
+                raise FrontGoneError
+            return message
+
+
+def _die_with(parent_pid: int) -> None:
+    """Linux kills this process when the parent dies. Elsewhere the end of the link does, between two steps."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it died before the line above
+        raise SystemExit(EXIT_FRONT_GONE)
