@@ -11,13 +11,16 @@ from tokenizers import Tokenizer
 from common.config import BLOCK_SIZE, EngineConfig
 from common.errors import ModelLoadError
 from common.logging import get_logger
+from common.model_identity import read_model_identity
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.drafting import DraftMethod, NoDraft
 from model_executor.kv_cache import KVCache, num_blocks_for
 from model_executor.models.registry import load_model
 from model_executor.row_state import RowState
+from verifier_svc.drafts.builder import build_remote_drafts, build_verifier_hello
+from verifier_svc.drafts.grpc_transport import GrpcTransport
 from verifier_svc.engine.engine import Engine
-from verifier_svc.engine.executor import InlineExecutor, StepExecutor, ThreadExecutor
+from verifier_svc.engine.executor import InlineExecutor
 from verifier_svc.engine.model_runner import ModelRunner
 from verifier_svc.front.admission import ServedModel
 from verifier_svc.orchestrator.block_pool import BlockPool
@@ -38,11 +41,22 @@ class LocalEngine:
     """Of the weights in memory, such as float32."""
 
 
-def build_draft_method(config: EngineConfig) -> DraftMethod:
-    """The method that `config.drafter` names."""
-    if config.drafter == "ngram" and config.num_speculative_tokens > 0:
-        return NgramMethod(config.prompt_lookup_max, config.prompt_lookup_min)
-    return NoDraft()
+def build_draft_method(config: EngineConfig, vocab_size: int, max_model_len: int, device: torch.device) -> DraftMethod:
+    """The method that `config.drafter` names; remote drafters are looked for at once, and used once they are there."""
+    if config.drafter == "none" or config.num_speculative_tokens == 0:
+        return NoDraft()
+    ngram = NgramMethod(config.prompt_lookup_max, config.prompt_lookup_min)
+    if not config.drafter_addresses:
+        return ngram
+    hello = build_verifier_hello(config, read_model_identity(Path(config.model)), vocab_size, max_model_len)
+    return build_remote_drafts(
+        [GrpcTransport(address, hello) for address in config.drafter_addresses],
+        hello,
+        config.num_speculative_tokens,
+        ngram if config.draft_fallback == "ngram" else NoDraft(),
+        config.draft_deadline,
+        device,
+    )
 
 
 def build_local_engine(
@@ -72,7 +86,7 @@ def build_local_engine(
     rows = RowState(config.max_num_seqs, max_model_len, BLOCK_SIZE, device)
     sampling = SamplingState(config.max_num_seqs, decoder.config.vocab_size, device)
     if draft_method is None:
-        draft_method = build_draft_method(config)
+        draft_method = build_draft_method(config, decoder.config.vocab_size, max_model_len, device)
     runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
     orchestrator = Orchestrator(
         BlockPool(num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
@@ -81,7 +95,6 @@ def build_local_engine(
         max_num_waiting=config.max_num_waiting,
     )
     depth = ASYNC_DEPTH if config.async_scheduling else 1
-    executor: StepExecutor = ThreadExecutor(runner, depth) if config.async_scheduling else InlineExecutor(runner)
     served = ServedModel(
         vocab_size=decoder.config.vocab_size,
         max_model_len=max_model_len,
@@ -97,7 +110,7 @@ def build_local_engine(
         served_max_model_len=max_model_len,
         num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, executor, depth), served, dtype)
+    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

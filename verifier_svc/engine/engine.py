@@ -15,7 +15,7 @@ class Engine:
     Args:
         orchestrator: plans and applies.
         executor: runs the plans.
-        depth: steps in flight at most. 1 with an `InlineExecutor` is the synchronous loop; 2 plans step N+1 before the
+        depth: steps in flight at most. 1 is the synchronous loop; 2 is the asynchronous one, which plans step N+1 before the
             outcome of step N is known. Both yield the same tokens.
     """
 

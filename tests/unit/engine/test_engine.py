@@ -12,7 +12,7 @@ from common.sampling_params import SamplingParams
 from common.types import FinishReason, Request
 from tests.simulated_device import SimulatedDevice, true_stream
 from verifier_svc.engine.engine import Engine
-from verifier_svc.engine.executor import InlineExecutor, ThreadExecutor
+from verifier_svc.engine.executor import InlineExecutor
 from verifier_svc.orchestrator.block_pool import BlockPool
 from verifier_svc.orchestrator.orchestrator import Orchestrator
 from verifier_svc.orchestrator.step import StepOutcome, StepPlan
@@ -42,8 +42,7 @@ class FakeRunner:
 def make_engine(runner: FakeRunner, depth: int) -> Engine:
     pool = BlockPool(33, BLOCK_SIZE)
     orchestrator = Orchestrator(pool, max_num_seqs=2, max_num_batched_tokens=16, max_num_waiting=2)
-    executor = InlineExecutor(runner) if depth == 1 else ThreadExecutor(runner, depth)
-    return Engine(orchestrator, executor, depth)
+    return Engine(orchestrator, InlineExecutor(runner), depth)
 
 
 def make_request(name: str, max_len: int = 20) -> Request:
