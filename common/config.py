@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from common.errors import InvalidArgumentError
 from common.validation import to_outrider_error
 
 MAX_SPECULATIVE_TOKENS = 16
 BLOCK_SIZE = 16
+
+_ADDRESS = re.compile(r"grpc://(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -29,6 +31,19 @@ def parse_bytes(value: object) -> object:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 
 
+def check_drafter(value: str) -> str:
+    """Refuse anything but ngram, none and a list of addresses."""
+    if value not in ("ngram", "none"):
+        addresses = value.split(",")
+        if not all(
+            _ADDRESS.fullmatch(address) and 0 < int(address.rpartition(":")[2]) < 65536 for address in addresses
+        ):
+            raise ValueError("ngram, none or grpc://HOST:PORT[,grpc://HOST:PORT...]")
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("each address once")
+    return value
+
+
 class EngineConfig(BaseModel):
     """What an engine serves and with which limits.
 
@@ -41,8 +56,12 @@ class EngineConfig(BaseModel):
 
     model: str = Field(min_length=1)
     """A Hugging Face model directory."""
-    drafter: Literal["ngram", "none"] = "ngram"
-    """Where draft tokens come from."""
+    drafter: Annotated[str, AfterValidator(check_drafter)] = "ngram"
+    """Where draft tokens come from: ngram, none, or drafters as grpc://HOST:PORT[,grpc://HOST:PORT...]."""
+    draft_deadline: float = Field(default=2.0, ge=0, le=1000)
+    """How long a step waits at most for the answer of a drafter, ms."""
+    draft_fallback: Literal["ngram", "none"] = "ngram"
+    """What drafts for rows that no drafter has a claim for."""
     num_speculative_tokens: int = Field(default=3, ge=0, le=MAX_SPECULATIVE_TOKENS)
     """K: at most this many draft tokens a row and step."""
     prompt_lookup_max: int = Field(default=5, ge=1, le=32)
@@ -80,3 +99,10 @@ class EngineConfig(BaseModel):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             limit = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
             raise InvalidArgumentError("prompt_lookup_min", self.prompt_lookup_min, limit)
+
+    @property
+    def drafter_addresses(self) -> tuple[str, ...]:
+        """HOST:PORT of each remote drafter; none for ngram and none."""
+        if "://" not in self.drafter:
+            return ()
+        return tuple(address.removeprefix("grpc://") for address in self.drafter.split(","))

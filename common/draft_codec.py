@@ -1,8 +1,8 @@
 """Frames of the draft protocol: values of common/draft_exchange.py to bytes and back.
 
 Whatever comes from a peer is checked here once, and a frame that is wrong raises `DraftCodecError`: the lengths of all
-columns, the counts, and the limits on rows and tokens of a frame. Whether a row, a generation or a token id makes sense is
-for the one who knows: the sessions of the drafter, the landing buffer of the verifier.
+columns, the counts, and the limits on rows and tokens of a frame. Whether a row, a generation or a token id makes sense
+is for the one who knows: the sessions of the drafter, the landing buffer of the verifier.
 
 Columns that stand in Python lists pass through `struct`, which needs 1.5 us for 64 numbers where numpy needs 4;
 branches stay numpy arrays on both sides.
@@ -53,7 +53,7 @@ class DraftCodecError(OutriderError):
 
 
 def encode_update(update: SessionUpdate, sequence: int, max_frame_tokens: int) -> list[bytes]:
-    """Frames `sequence`, `sequence` + 1, ... that carry an update; more than one only if long prompts do not fit in one.
+    """Frames `sequence`, `sequence` + 1, ... that carry an update: more than one if long prompts do not fit in one.
 
     No row that is opened may be longer than `max_frame_tokens`.
     """

@@ -16,6 +16,8 @@ from common.draft_exchange import (
     DrafterLimits,
     DrafterLoad,
     ModelIdentity,
+    RowError,
+    SessionUpdate,
     VerifierHello,
 )
 from common.errors import InvalidArgumentError, OutriderError
@@ -139,3 +141,27 @@ def _to_branches(group: list[Session], counts: np.ndarray, tokens: np.ndarray) -
         counts.astype(np.int32),
         tokens[has_any][filled],
     )
+
+
+class LocalDrafter:
+    """A drafter for one verifier in the same process.
+
+    Args:
+        core: used by this verifier alone, and closed with it.
+        hello: what the verifier is.
+    """
+
+    def __init__(self, core: DrafterCore, hello: VerifierHello) -> None:
+        self._core = core
+        self._sessions = core.connect(hello)
+        self.hello = core.hello
+
+    def exchange(self, update: SessionUpdate) -> tuple[BranchBatch, list[RowError]]:
+        """Take in an update, and draft for the rows that it changed."""
+        errors = self._sessions.apply(update)
+        (branches,) = self._core.draft([self._sessions])
+        return branches, errors
+
+    def close(self) -> None:
+        self._core.disconnect(self._sessions)
+        self._core.close()

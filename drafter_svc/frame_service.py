@@ -18,12 +18,35 @@ from drafter_svc.worker_link import Kind, Message, pack
 logger = get_logger(__name__)
 
 
+_WINDOW = 256
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One verifier, and which of its last frames have been seen: bit i is frame `newest` - i."""
+
+    sessions: VerifierSessions
+    newest: int = 0
+    seen: int = 1
+
+    def is_new(self, sequence: int) -> bool:
+        """False: the frame has come before, or is too old to tell."""
+        ahead = sequence - self.newest
+        if ahead > 0:
+            self.seen = ((self.seen << ahead) & ((1 << _WINDOW) - 1) | 1) if ahead < _WINDOW else 1
+            self.newest = sequence
+            return True
+        if -ahead >= _WINDOW or self.seen >> -ahead & 1:
+            return False
+        self.seen |= 1 << -ahead
+        return True
+
+
 @dataclass(slots=True)
 class _Pending:
     """What one stream is owed for the messages at hand."""
 
     num_frames: int = 0
-    answered_sequence: int = 0
     errors: list[RowError] = field(default_factory=list[RowError])
 
 
@@ -36,11 +59,12 @@ class FrameService:
 
     def __init__(self, core: DrafterCore) -> None:
         self._core = core
-        self._streams: dict[int, VerifierSessions] = {}
+        self._streams: dict[int, _Stream] = {}
         self._refused: set[int] = set()  # streams that were told to end, and have not ended yet
         self._max_frame_tokens = core.hello.limits.max_frame_tokens
         self._host_id = host_id()
         self.num_malformed_frames = 0
+        self.num_repeated_frames = 0
 
     def handle(self, messages: Sequence[Message]) -> list[bytes]:
         """Take in messages, draft once for all of them, and return what to send.
@@ -67,15 +91,15 @@ class FrameService:
             return
         try:
             sequence, content = decode_verifier_frame(message.payload, self._max_frame_tokens)
-            sessions = self._streams.get(message.stream)
+            stream = self._streams.get(message.stream)
             if isinstance(content, VerifierHello):
-                if sessions is not None:
+                if stream is not None:
                     raise DraftCodecError("hello: expected it in the first frame only")
-                self._streams[message.stream] = self._core.connect(content)
+                self._streams[message.stream] = _Stream(self._core.connect(content))
                 logger.info("verifier connected", verifier=content.verifier_id, stream=message.stream)
                 out.append(pack(Kind.FRAME, message.stream, encode_drafter_hello(self._core.hello), 1))
                 return
-            if sessions is None:
+            if stream is None:
                 raise DraftCodecError("hello: expected it in the first frame, found row changes")
         except OutriderError as error:
             self.num_malformed_frames += isinstance(error, DraftCodecError)
@@ -87,12 +111,14 @@ class FrameService:
             return
         owed = pending.setdefault(message.stream, _Pending())
         owed.num_frames += 1
-        owed.answered_sequence = sequence
-        owed.errors += sessions.apply(content)
+        if stream.is_new(sequence):
+            owed.errors += stream.sessions.apply(content)
+        else:
+            self.num_repeated_frames += 1
 
     def _answer(self, pending: dict[int, _Pending], out: list[bytes]) -> None:
         try:
-            batches = self._core.draft([self._streams[stream] for stream in pending])
+            batches = self._core.draft([self._streams[stream].sessions for stream in pending])
         except Exception:  # a bug of a method costs drafts, not the verifiers that wait for an answer
             logger.exception("the draft method failed")
             batches = [NO_BRANCHES] * len(pending)
@@ -100,13 +126,14 @@ class FrameService:
         for (stream, owed), branches in zip(pending.items(), batches, strict=True):
             for error in owed.errors:
                 logger.info("row error", stream=stream, row=error.row, reason=error.reason)
-            reply = DraftReply(owed.answered_sequence, branches, owed.errors)
+            reply = DraftReply(self._streams[stream].newest, branches, owed.errors)
             out.append(pack(Kind.FRAME, stream, encode_reply(reply, load), owed.num_frames))
 
     def _end(self, stream: int) -> None:
         self._refused.discard(stream)
-        sessions = self._streams.pop(stream, None)
-        if sessions is not None:
+        ended = self._streams.pop(stream, None)
+        if ended is not None:
+            sessions = ended.sessions
             logger.info("verifier gone", verifier=sessions.hello.verifier_id, stream=stream, num_rows=len(sessions))
             self._core.disconnect(sessions)
 

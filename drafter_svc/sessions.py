@@ -1,7 +1,7 @@
 """What a drafter knows of each verifier's rows, and the checks that keep one row's trouble to that row.
 
-A verifier numbers its rows; a drafter has rows of its own, shared by all verifiers, so that one call of the draft method
-can serve them all. A session ties (verifier, row, generation) to a row of the drafter.
+A verifier numbers its rows; a drafter has rows of its own, shared by all verifiers, so that one call of the draft
+method can serve them all. A session ties (verifier, row, generation) to a row of the drafter.
 """
 
 from __future__ import annotations
@@ -121,15 +121,13 @@ class VerifierSessions:
         if not 0 <= opened.row < self.hello.max_rows:
             return f"row: expected a row below {self.hello.max_rows}, found {opened.row}"
         session = self._sessions.get(opened.row)
-        newest = self._closed_generation.get(opened.row, -1) + 1 if session is None else session.generation
-        if opened.generation < newest:
+        newest = self._closed_generation.get(opened.row, -1)
+        if session is not None:
+            newest = max(newest, session.generation)
+        if opened.generation <= newest:
             self.stats.num_stale += 1
             return None
-        if session is not None:
-            if opened.generation == session.generation and len(opened.token_ids) < session.committed_len:
-                self.stats.num_duplicates += 1  # came once more, after what was committed behind it
-                return None
-            self._drop(opened.row)
+        self._drop(opened.row)
         count = len(opened.token_ids)
         limit = self.pool.rows.max_model_len
         if count >= limit:

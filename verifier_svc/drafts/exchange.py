@@ -1,0 +1,400 @@
+"""Drafts from other processes: who drafts for which row, how long to wait, and what to do when a drafter is gone.
+
+A drafter can be slow, wrong, hung or dead. The price is bounded for each: a wait of at most the deadline a step, and
+of 100 ms in total until the drafter counts as hung; rows that move to another drafter or to the fallback; and nothing
+else, since a draft is only ever a claim.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.draft_exchange import (
+    BranchBatch,
+    RowClosed,
+    RowCommitted,
+    RowError,
+    RowOpened,
+    SessionUpdate,
+)
+from common.logging import get_logger
+from model_executor.drafting import DraftMethod
+from model_executor.row_state import RowState
+from verifier_svc.drafts.drafter_link import DrafterLink, DrafterStats
+from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.transport import Arrival, DraftTransport
+
+MAX_REOPENS = 3
+"""A row that its drafter refuses this often is left to the fallback."""
+
+_OPENS_BITS = 12
+"""Low bits of the generation that a drafter sees: how often the row has been opened with any drafter. So a drafter can
+drop whatever is not newer than what it has, and a claim from before the row was opened again is told from one after."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True)
+class ExchangeStats:
+    """Counts over all drafters since the verifier started."""
+
+    drafters: list[DrafterStats]
+    num_steps: int = 0
+    num_waits: int = 0
+    """Steps that waited for a drafter."""
+    num_branches_used: int = 0
+    num_fallbacks: int = 0
+    """Rows and steps in which no branch was usable."""
+    num_fallback_drafts: int = 0
+    """Of these, those that the fallback drafted for."""
+    num_rows_moved: int = 0
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row's text on the host: what it takes to open it with another drafter."""
+
+    opened: RowOpened
+    tokens: list[int]
+    link: DrafterLink | None = None
+    num_opens: int = 0
+    num_refusals: int = 0
+    drafted_by: DrafterLink | None = None
+    """Whose draft the step in flight verifies."""
+    num_draft_tokens: int = 0
+
+    @property
+    def generation(self) -> int:
+        """The generation that drafters see."""
+        return (self.opened.generation << _OPENS_BITS) | self.num_opens
+
+
+class RemoteDrafts:
+    """A draft method whose drafts come through transports.
+
+    Args:
+        transports: one for each drafter; closed with this object.
+        landing: where branches land.
+        fallback: drafts for rows without a usable branch; closed with this object.
+        max_num_seqs: rows.
+        vocab_size: token ids are below this.
+        deadline_s: how long a step waits at most for answers that are owed.
+        clock: seconds; another one for tests.
+    """
+
+    def __init__(
+        self,
+        transports: Sequence[DraftTransport],
+        landing: LandingBuffer,
+        fallback: DraftMethod,
+        max_num_seqs: int,
+        vocab_size: int,
+        deadline_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._links = [DrafterLink.of(transport) for transport in transports]
+        self._landing = landing
+        self._fallback = fallback
+        self._vocab_size = vocab_size
+        self._deadline_s = deadline_s
+        self._clock = clock
+        self._rows: dict[int, _Row] = {}
+        self._incarnations: dict[DrafterLink, str] = {}
+        # Mirrors of `_rows` that a whole batch of branches is checked against at once. -1: none. Generations are those
+        # that drafters see.
+        self._generation_of = np.full(max_num_seqs, -1, dtype=np.int64)  # [R]
+        self._link_of = np.full(max_num_seqs, -1, dtype=np.int64)  # [R], index into _links
+        self.stats = ExchangeStats([link.stats for link in self._links])
+
+    # What the step calls.
+
+    def propose(self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor) -> Tensor:
+        """See `DraftMethod.propose`. Waits at most `deadline_s`."""
+        self.stats.num_steps += 1
+        self._follow_sessions()
+        for link in self._links:
+            self._take(link, link.transport.poll(0))
+        batch_rows: list[int] = idx_mapping.tolist()
+        limits: list[int] = max_draft_tokens.tolist()
+        draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)  # [num_reqs]
+        lengths: list[int] = draft_len.tolist()
+        without = [row for row, length, most in zip(batch_rows, lengths, limits, strict=True) if most and not length]
+        if without and self._wait_for(without):
+            draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)
+            lengths = draft_len.tolist()
+        missing = self._note_sources(batch_rows, lengths, limits)
+        if missing:
+            self._fall_back(rows, idx_mapping, max_draft_tokens, draft_len, missing)
+        return draft_len
+
+    def observe(self, update: SessionUpdate) -> None:
+        """Tell each drafter what happened to its rows. Never waits."""
+        outgoing = _Outgoing()
+        for closed in update.closed:
+            self._close_row(closed, outgoing)
+        for opened in update.opened:
+            self._open_row(opened, outgoing)
+        for committed in update.committed:
+            self._commit(committed, outgoing)
+        self._send(outgoing)
+        for link in self._links:
+            if link.takes_rows and link.is_collapsed():
+                self._distrust(link)
+
+    def close(self) -> None:
+        for link in self._links:
+            link.transport.close()
+        self._fallback.close()
+
+    # Branches.
+
+    def _take(self, link: DrafterLink, arrivals: Iterable[Arrival]) -> bool:
+        """Let replies land. False: there was none."""
+        taken = False
+        for arrival in arrivals:
+            if arrival.session != link.session:  # of a drafter that is gone
+                link.stats.num_stale_branches += len(arrival.reply.branches)
+                continue
+            taken = True
+            link.note_answer(arrival.reply.answered_sequence, arrival.received_s, self._deadline_s)
+            self._land(link, arrival.reply.branches)
+            if arrival.reply.row_errors:
+                self._reopen_refused(link, arrival.reply.row_errors)
+        return taken
+
+    def _land(self, link: DrafterLink, branches: BranchBatch) -> None:
+        """Let those land that are of a row of this drafter and hold nothing but tokens; count the others."""
+        count = len(branches)
+        if count == 0:
+            return
+        stats = link.stats
+        stats.num_branches += count
+        row = branches.row
+        exists = (row >= 0) & (row < len(self._generation_of)) & (branches.base_len >= 0)
+        is_token = (branches.token_ids >= 0) & (branches.token_ids < self._vocab_size)
+        if not is_token.all():
+            ends = branches.num_tokens.cumsum(dtype=np.int64)
+            exists &= np.logical_and.reduceat(is_token, ends - branches.num_tokens)
+        known = np.where(exists, row, 0)
+        is_mine = self._link_of[known] == self._links.index(link)
+        good = exists & is_mine & (self._generation_of[known] == branches.generation)
+        num_existing = int(exists.sum())
+        num_good = int(good.sum())
+        stats.num_invalid_branches += count - num_existing
+        stats.num_stale_branches += num_existing - num_good
+        if num_good < count:
+            branches = _select(branches, good)
+        self._landing.put(replace(branches, generation=branches.generation >> _OPENS_BITS))
+
+    def _wait_for(self, without: list[int]) -> bool:
+        """Wait until the drafters of these rows have answered, or for the deadline. True: something came in."""
+        owing = {link for row in without if (link := self._rows[row].link) is not None and link.owes_answer}
+        if not owing or self._deadline_s <= 0:
+            return False
+        self.stats.num_waits += 1
+        start = self._clock()
+        came = False
+        for link in owing:
+            while link.owes_answer:
+                left = start + self._deadline_s - self._clock()
+                if left <= 0 or link.transport.session is None:
+                    break
+                came |= self._take(link, link.transport.poll(left))
+        waited_s = self._clock() - start
+        for link in owing:
+            if link.note_wait(waited_s):
+                logger.warning("drafter hangs", drafter=link.stats.address)
+                self._move_rows(link)
+        return came
+
+    def _note_sources(self, batch_rows: list[int], lengths: list[int], limits: list[int]) -> list[int]:
+        """Remember whose draft each row verifies; returns the entries that got none and could have one."""
+        missing: list[int] = []
+        for entry, (number, length, most) in enumerate(zip(batch_rows, lengths, limits, strict=True)):
+            if most == 0:  # a prefill, perhaps of a row that we have yet to hear of
+                continue
+            row = self._rows[number]
+            row.drafted_by = row.link if length else None
+            row.num_draft_tokens = length
+            if not length:
+                missing.append(entry)
+        self.stats.num_branches_used += sum(map(bool, lengths))
+        self.stats.num_fallbacks += len(missing)
+        return missing
+
+    def _fall_back(
+        self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor, draft_len: Tensor, missing: list[int]
+    ) -> None:
+        entries = torch.tensor(missing, device=draft_len.device)
+        found = self._fallback.propose(rows, idx_mapping[entries], max_draft_tokens[entries])
+        draft_len[entries] = found
+        self.stats.num_fallback_drafts += int((found > 0).sum())
+
+    # Rows.
+
+    def _close_row(self, closed: RowClosed, outgoing: _Outgoing) -> None:
+        row = self._rows.get(closed.row)
+        if row is None or row.opened.generation != closed.generation:
+            return
+        self._leave(closed.row, row, outgoing)
+        del self._rows[closed.row]
+
+    def _open_row(self, opened: RowOpened, outgoing: _Outgoing) -> None:
+        before = self._rows.get(opened.row)
+        if before is not None:
+            self._leave(opened.row, before, outgoing)
+        row = self._rows[opened.row] = _Row(opened, list(opened.token_ids))
+        self._join(opened.row, row, outgoing)
+
+    def _commit(self, committed: RowCommitted, outgoing: _Outgoing) -> None:
+        row = self._rows.get(committed.row)
+        if row is None or row.opened.generation != committed.generation:
+            return
+        row.tokens += committed.token_ids
+        if row.drafted_by is not None:
+            # The last one of a step is the token drawn after the accepted ones, unless a stop cut it off.
+            row.drafted_by.note_verified(row.num_draft_tokens, min(len(committed.token_ids) - 1, row.num_draft_tokens))
+            row.drafted_by = None
+        if row.link is not None:
+            base_len, token_ids = committed.base_len, committed.token_ids
+            change = RowCommitted(committed.row, row.generation, base_len, token_ids)
+            outgoing.updates[row.link].committed.append(change)
+
+    def _join(self, number: int, row: _Row, outgoing: _Outgoing) -> None:
+        """Give a row to the drafter with the fewest; to none if there is none, or none can hold it."""
+        if row.opened.num_speculative_tokens == 0 or row.num_refusals > MAX_REOPENS:
+            return
+        fitting = [link for link in self._links if link.takes_rows and len(row.tokens) < link.limits.max_model_len]
+        if not fitting:
+            return
+        link = min(fitting, key=lambda candidate: len(candidate.rows))
+        row.link = link
+        link.rows.add(number)
+        link.stats.num_rows = len(link.rows)
+        self._link_of[number] = self._links.index(link)
+        self._reopen(number, row, link, outgoing)
+
+    def _leave(self, number: int, row: _Row, outgoing: _Outgoing) -> None:
+        """Take a row from its drafter, which is told if it is there."""
+        link, row.link = row.link, None
+        if link is None:
+            return
+        link.rows.discard(number)
+        link.stats.num_rows = len(link.rows)
+        self._link_of[number] = -1
+        self._generation_of[number] = -1
+        outgoing.updates[link].closed.append(RowClosed(number, row.generation))
+
+    def _reopen(self, number: int, row: _Row, link: DrafterLink, outgoing: _Outgoing) -> None:
+        """Open the row with all its tokens. One that was opened too often to count stays as it is."""
+        row.num_opens = min(row.num_opens + 1, (1 << _OPENS_BITS) - 1)
+        self._generation_of[number] = row.generation
+        opened = replace(row.opened, generation=row.generation, token_ids=list(row.tokens))
+        outgoing.updates[link].opened.append(opened)
+
+    def _reopen_refused(self, link: DrafterLink, errors: Sequence[RowError]) -> None:
+        """Rows that the drafter has dropped are opened again, with an end to it."""
+        outgoing = _Outgoing()
+        for number, generation, reason in errors:
+            link.stats.num_row_errors += 1
+            row = self._rows.get(number)
+            if row is None or row.link is not link or row.generation != generation:
+                continue
+            row.num_refusals += 1
+            if row.num_refusals <= MAX_REOPENS and len(row.tokens) < link.limits.max_model_len:
+                link.stats.num_resyncs += 1
+                self._reopen(number, row, link, outgoing)
+            else:
+                logger.info("row without a drafter", request_id=row.opened.request_id, reason=reason)
+                self._leave(number, row, outgoing)
+        self._send(outgoing)
+
+    # Drafters.
+
+    def _follow_sessions(self) -> None:
+        """Notice sessions that have ended or begun since the last step."""
+        for link in self._links:
+            session = link.transport.session
+            number = 0 if session is None else session.number
+            if number == link.session:
+                continue
+            if link.session:
+                link.stats.num_downs += 1
+            link.begin_session(0, link.limits)
+            self._move_rows(link)
+            if session is None:
+                continue
+            if self._incarnations.get(link) != session.drafter.incarnation_id:
+                self._incarnations[link] = session.drafter.incarnation_id
+                link.forgive()
+            link.begin_session(number, session.drafter.limits)
+            self._adopt_rows(link)
+
+    def _move_rows(self, link: DrafterLink) -> None:
+        """Give the rows of a drafter that is gone or hung to others. What it has claimed is forgotten."""
+        outgoing = _Outgoing()
+        numbers = sorted(link.rows)
+        self._landing.clear(numbers)
+        for number in numbers:
+            row = self._rows[number]
+            self._leave(number, row, outgoing)
+            self._join(number, row, outgoing)
+            self.stats.num_rows_moved += row.link is not None
+        self._send(outgoing)
+
+    def _adopt_rows(self, link: DrafterLink) -> None:
+        """Open the rows that have no drafter with one that has come up."""
+        outgoing = _Outgoing()
+        for number, row in self._rows.items():
+            if row.link is None:
+                self._join(number, row, outgoing)
+                link.stats.num_resyncs += row.link is link
+        self._send(outgoing)
+
+    def _distrust(self, link: DrafterLink) -> None:
+        """Drafts that are hardly ever right: open all rows once more, and if that does not help, do without."""
+        outgoing = _Outgoing()
+        if link.take_second_chance():
+            logger.warning("acceptance collapsed, opening all rows again", drafter=link.stats.address)
+            self._landing.clear(sorted(link.rows))
+            for number in sorted(link.rows):
+                self._reopen(number, self._rows[number], link, outgoing)
+                link.stats.num_resyncs += 1
+            self._send(outgoing)
+        else:
+            logger.error("acceptance collapsed again, drafter no longer used", drafter=link.stats.address)
+            link.stats.is_distrusted = True
+            self._move_rows(link)
+
+    def _send(self, outgoing: _Outgoing) -> None:
+        for link, update in outgoing.updates.items():
+            if link.session == 0:
+                continue
+            sequence = link.transport.send(update)
+            if sequence is not None:  # else the session has ended, and the next step notices
+                link.note_sent(sequence, self._clock())
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """An update for each drafter that has something to hear."""
+
+    updates: defaultdict[DrafterLink, SessionUpdate] = field(default_factory=lambda: defaultdict(SessionUpdate))
+
+
+def _select(branches: BranchBatch, mask: np.ndarray) -> BranchBatch:
+    """The branches where `mask` [B] is true."""
+    return BranchBatch(
+        branches.row[mask],
+        branches.generation[mask],
+        branches.base_len[mask],
+        branches.num_tokens[mask],
+        branches.token_ids[np.repeat(mask, branches.num_tokens)],
+    )
