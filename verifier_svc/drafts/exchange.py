@@ -136,6 +136,7 @@ class RemoteDrafts:
 
     def observe(self, update: SessionUpdate) -> None:
         """Tell each drafter what happened to its rows. Never waits."""
+        self._follow_sessions()
         outgoing = _Outgoing()
         for closed in update.closed:
             self._close_row(closed, outgoing)
@@ -319,7 +320,7 @@ class RemoteDrafts:
     # Drafters.
 
     def _follow_sessions(self) -> None:
-        """Notice sessions that have ended or begun since the last step."""
+        """Notice sessions that have ended or begun."""
         for link in self._links:
             session = link.transport.session
             number = 0 if session is None else session.number
@@ -355,7 +356,7 @@ class RemoteDrafts:
         for number, row in self._rows.items():
             if row.link is None:
                 self._join(number, row, outgoing)
-                link.stats.num_resyncs += row.link is link
+                link.stats.num_resyncs += row.link is link and row.num_opens > 1
         self._send(outgoing)
 
     def _distrust(self, link: DrafterLink) -> None:

@@ -58,16 +58,22 @@ class Engine:
         return self._apply_oldest()
 
     def drain(self) -> list[Event]:
-        """Take the outcomes of all steps in flight without planning more: aborted rows and blocks are back after it.
+        """Take the outcomes of all steps in flight: aborted rows and blocks are back after it.
 
+        More is planned only if no request is left: one step without rows, which tells the draft method so.
         A step that fails here is reported by the next call that needs the device.
         """
         events: list[Event] = []
-        while self._failure is None and not self._closed and self.orchestrator.num_in_flight:
-            try:
+        orchestrator = self.orchestrator
+        try:
+            while self._failure is None and not self._closed and orchestrator.has_work:
+                if orchestrator.num_in_flight == 0:
+                    if orchestrator.num_running or orchestrator.num_waiting:
+                        break
+                    self._submit()
                 events += self._apply_oldest()
-            except EngineClosedError:
-                break
+        except EngineClosedError:
+            pass
         return events
 
     def _submit(self) -> None:
