@@ -5,10 +5,10 @@ Metadata of a Generate call, read by the verifier's front:
 - `NUM_SPECULATIVE_TOKENS`: at most this many draft tokens a step; 0 turns speculation off.
 - `NUM_OUTPUT_TOKENS`: N. The last N token ids of the prompt are output that the request got from another verifier
   before that failed. All other fields are those that the request had then: penalties, max_tokens, min_tokens and stop
-  strings count the N tokens as output. A front that honours it says the same in the initial metadata of its answer; a
-  client that finds nothing there must not use the answer, whose tokens may be other ones.
-- `SEED`: the seed where it does not fit the `int32` of the protocol, an unsigned number of 64 bits. Comes before the
-  field `seed`.
+  strings count the N tokens as output. The front repeats it in the initial metadata of its answer; a client that does
+  not find it there knows that the tokens may be other ones.
+- `SEED`: the seed where it does not fit the protocol's field, an unsigned number of 64 bits. Comes before the field
+  `seed`, in which a negative number stands for its unsigned value. Repeated in the initial metadata too.
 - `STEP_COUNTS`: "1" asks for the field below in each chunk.
 
 `STEP_COUNTS_FIELD`, a field of `GenerateStreamChunk` that the protocol does not have, so that others skip it: a packed

@@ -18,11 +18,15 @@ if TYPE_CHECKING:
         UnknownOptionError,
     )
     from common.sampling_params import SamplingParams
+    from outrider.client.async_client import AsyncClient
+    from outrider.client.sync_client import Client
     from outrider.llm import LLM
     from outrider.outputs import CompletionOutput, Logprob, RequestOutput
 
 __all__ = [
     "LLM",
+    "AsyncClient",
+    "Client",
     "CompletionOutput",
     "EngineClosedError",
     "InvalidArgumentError",
@@ -37,6 +41,8 @@ __all__ = [
 
 _MODULES = {
     "LLM": "outrider.llm",
+    "AsyncClient": "outrider.client.async_client",
+    "Client": "outrider.client.sync_client",
     "SamplingParams": "common.sampling_params",
     "CompletionOutput": "outrider.outputs",
     "Logprob": "outrider.outputs",

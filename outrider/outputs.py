@@ -12,8 +12,8 @@ class Logprob:
     """Log probability of one token at one position, from the unprocessed logits."""
 
     logprob: float
-    rank: int
-    """1 is the most likely token."""
+    rank: int | None
+    """1 is the most likely token. None: not among the best ones that were asked for, and the service does not say."""
     decoded_token: str | None
     """None without a tokenizer."""
 
