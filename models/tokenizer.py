@@ -13,6 +13,10 @@ from models.demo_model import END_OF_TEXT_ID
 
 VOCAB_SIZE = 6144
 END_OF_TEXT = "<|endoftext|>"
+# The models know files, not conversations: the text of all messages is where a file begins.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
 # What the trainer reads of the corpus; 6144 merges do not change with more.
 _MAX_TRAINING_BYTES = 60_000_000
 _BATCH_FILES = 1024
@@ -49,6 +53,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         "add_prefix_space": False,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 2048,
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 

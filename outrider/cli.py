@@ -15,6 +15,7 @@ from common.options import OptionParser
 _COMMANDS = {
     "verifier": "serve a model over gRPC",
     "drafter": "draft for verifiers over gRPC",
+    "serve": "serve a model over HTTP, as OpenAI does",
     "demo": "watch a small model write code with speculation, then compare it with speculation off",
 }
 

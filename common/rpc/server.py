@@ -81,7 +81,7 @@ def listen_tcp(server: grpc.aio.Server, host: str, port: int, tls: TlsFiles | No
         InvalidArgumentError: the address cannot be bound, or a TLS file cannot be read or used.
     """
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    _check_free(host, port)
+    check_free(host, port)
     try:
         if tls is None:
             bound = server.add_insecure_port(address)
@@ -135,7 +135,7 @@ def read_api_keys(path: Path) -> list[str]:
     return keys
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """Say plainly that a port is taken: gRPC's own message names a source file and an errno."""
     if port == 0:
         return
