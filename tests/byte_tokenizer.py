@@ -31,6 +31,17 @@ def word_tokenizer() -> Tokenizer:
 
 
 @functools.cache
+def byte_fallback_tokenizer() -> Tokenizer:
+    """Token id = byte value, spelt <0x..> as SentencePiece does; 256 is the word `word` with a leading space."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581word": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+@functools.cache
 def _character(byte: int) -> str:
     """How byte-level BPE writes a byte: as itself where that can be printed, else as the next character from 256 on."""
     unprintable = [b for b in range(256) if b <= 0x20 or 0x7F <= b <= 0xA0 or b == 0xAD]

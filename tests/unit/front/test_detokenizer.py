@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.byte_tokenizer import END, START, VOCAB_SIZE, byte_tokenizer, word_tokenizer
+from tests.byte_tokenizer import END, START, VOCAB_SIZE, byte_fallback_tokenizer, byte_tokenizer, word_tokenizer
 from verifier_svc.front.detokenizer import Detokenizer
 
 PROMPT = list(b"prompt ")
@@ -75,6 +75,30 @@ def test_a_prompt_that_ends_within_a_character_is_not_repeated(prompt: bytes) ->
 @pytest.mark.parametrize("prompt", [[START], [START, END], [258]])
 def test_a_prompt_without_text(prompt: list[int]) -> None:
     assert "".join(pieces(list("é!".encode()), prompt)) == "é!"
+
+
+def test_a_byte_that_spoils_the_characters_before_it() -> None:
+    """A byte-fallback decoder takes back the letters that stand in one run with a broken byte; they are out already."""
+    detokenizer = Detokenizer(byte_fallback_tokenizer(), [256], skip_special_tokens=True)
+    added = [detokenizer.add(token) for token in (ord("a"), 0xFF, 256, ord("b"), 256)]
+    assert added == ["a", "", "\ufffd word", "b", " word"]
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 256) | st.sampled_from([0xE2, 0x82, 0xAC, 256]), max_size=20),
+    prompt=st.lists(st.integers(0, 256), max_size=12),
+)
+def test_no_output_stops_a_byte_fallback_decoder(token_ids: list[int], prompt: list[int]) -> None:
+    detokenizer = Detokenizer(byte_fallback_tokenizer(), prompt, skip_special_tokens=True)
+    text = "".join(detokenizer.add(token) for token in token_ids) + detokenizer.flush()
+    assert text.count("word") == token_ids.count(256)
+
+
+@given(text=st.text(max_size=20), prompt=st.text(max_size=12))
+def test_text_of_a_byte_fallback_tokenizer_comes_out_as_it_went_in(text: str, prompt: str) -> None:
+    detokenizer = Detokenizer(byte_fallback_tokenizer(), [256, *prompt.encode()], skip_special_tokens=True)
+    token_ids = text.encode()
+    assert "".join(detokenizer.add(token) for token in token_ids) + detokenizer.flush() == text
 
 
 @given(text=st.text(max_size=20), prompt=st.text(max_size=12))
