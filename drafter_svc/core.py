@@ -21,7 +21,7 @@ from common.draft_exchange import (
     VerifierHello,
 )
 from common.errors import InvalidArgumentError, OutriderError
-from drafter_svc.sessions import RowPool, Session, SessionStats, VerifierSessions
+from drafter_svc.sessions import RowPool, Session, SessionStats, VerifierSessions, to_device
 from model_executor.drafting import DraftMethod
 
 
@@ -72,13 +72,17 @@ class DrafterCore:
     def draft(self, verifiers: Iterable[VerifierSessions]) -> list[BranchBatch]:
         """Branches for the rows whose text has changed, in one call of the method for all of these verifiers."""
         groups = [(sessions, sessions.take_changed()) for sessions in verifiers]
-        changed = [(sessions.hello, session) for sessions, group in groups for session in group]
-        if not changed:
+        pool_rows = [session.pool_row for _, group in groups for session in group]
+        if not pool_rows:
             return [NO_BRANCHES] * len(groups)
         rows = self._pool.rows
-        idx_mapping = torch.tensor([session.pool_row for _, session in changed], device=rows.device)  # [num_reqs]
-        room = [min(hello.branch_len, session.max_len - session.committed_len) for hello, session in changed]
-        limit = torch.tensor(room, device=rows.device).clamp(min=0)  # [num_reqs]
+        room = [
+            max(0, min(sessions.hello.branch_len, session.max_len - session.committed_len))
+            for sessions, group in groups
+            for session in group
+        ]
+        idx_mapping = to_device(np.array(pool_rows), rows)  # [num_reqs]
+        limit = to_device(np.array(room), rows)  # [num_reqs]
         lengths = self._method.propose(rows, idx_mapping, limit)  # [num_reqs]
         widest = int(lengths.max())
         if widest == 0:

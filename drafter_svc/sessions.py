@@ -7,8 +7,11 @@ method can serve them all. A session ties (verifier, row, generation) to a row o
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import chain
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from common.draft_exchange import RowClosed, RowCommitted, RowError, RowOpened, SessionUpdate, VerifierHello
 from model_executor.row_state import RowState
@@ -87,10 +90,14 @@ class VerifierSessions:
         for closed in update.closed:
             self._close(closed)
         for opened in update.opened:
-            self._report(errors, opened, self._open(opened))
+            reason = self._open(opened)
+            if reason is not None:
+                self._report(errors, opened, reason)
         fits: list[tuple[Session, int, list[int]]] = []
         for committed in update.committed:
-            self._report(errors, committed, self._commit(committed, fits))
+            reason = self._commit(committed, fits)
+            if reason is not None:
+                self._report(errors, committed, reason)
         self._write(fits)
         return errors
 
@@ -149,20 +156,9 @@ class VerifierSessions:
         """Why the tokens do not fit; None if they do and were added to `fits`, or if the change is an old one."""
         row, generation, base_len, token_ids = committed
         session = self._sessions.get(row)
-        if session is None or generation > session.generation:
-            if generation <= self._closed_generation.get(row, -1):
-                self.stats.num_stale += 1
-                return None
-            return "row: tokens were committed to a row that is not open"
-        if generation < session.generation:
-            self.stats.num_stale += 1
-            return None
+        if session is None or generation != session.generation or base_len != session.committed_len:
+            return self._why_not(committed, session)
         end = base_len + len(token_ids)
-        if base_len != session.committed_len:
-            if base_len >= 0 and end <= session.committed_len:
-                self.stats.num_duplicates += 1
-                return None
-            return f"base_len: expected {session.committed_len}, the tokens that are there; found {base_len}"
         if end > self.pool.rows.max_model_len:
             return f"token_ids: expected at most max_model_len = {self.pool.rows.max_model_len} tokens, found {end}"
         if (wrong := self._wrong_token(token_ids)) is not None:
@@ -172,27 +168,39 @@ class VerifierSessions:
         fits.append((session, base_len, token_ids))
         return None
 
+    def _why_not(self, committed: RowCommitted, session: Session | None) -> str | None:
+        """Of a commit that does not fit the session; None if it is an old one, which is counted."""
+        row, generation, base_len, token_ids = committed
+        if session is None or generation > session.generation:
+            if generation > self._closed_generation.get(row, -1):
+                return "row: tokens were committed to a row that is not open"
+            self.stats.num_stale += 1
+        elif generation < session.generation:
+            self.stats.num_stale += 1
+        elif base_len >= 0 and base_len + len(token_ids) <= session.committed_len:
+            self.stats.num_duplicates += 1
+        else:
+            return f"base_len: expected {session.committed_len}, the tokens that are there; found {base_len}"
+        return None
+
     def _write(self, fits: list[tuple[Session, int, list[int]]]) -> None:
         """Append tokens to the rows of the pool, all rows at once."""
         if not fits:
             return
+        sessions, base_lens, token_lists = zip(*fits, strict=True)
+        tokens = np.array(list(chain.from_iterable(token_lists)), np.int32)  # [T]
+        counts = np.array(list(map(len, token_lists)))  # [B]
+        pool_rows = np.array([session.pool_row for session in sessions])  # [B]
+        starts = counts.cumsum() - counts
+        columns = np.arange(len(tokens)) + np.repeat(np.array(base_lens) - starts, counts)  # [T]
         rows = self.pool.rows
-        pool_rows: list[int] = []
-        columns: list[int] = []
-        tokens: list[int] = []
-        for session, base_len, token_ids in fits:
-            count = len(token_ids)
-            pool_rows += [session.pool_row] * count
-            columns += range(base_len, base_len + count)
-            tokens += token_ids
-        rows.token_ids[torch.tensor(pool_rows), torch.tensor(columns)] = torch.tensor(tokens, dtype=torch.int32)
-        lengths = {session.pool_row: session.committed_len for session, _, _ in fits}
-        rows.committed_len[torch.tensor(list(lengths))] = torch.tensor(list(lengths.values()))
+        rows.token_ids[to_device(np.repeat(pool_rows, counts), rows), to_device(columns, rows)] = to_device(tokens, rows)
+        # A row that was committed to twice is written twice, with the same length.
+        lengths = np.array([session.committed_len for session in sessions])
+        rows.committed_len[to_device(pool_rows, rows)] = to_device(lengths, rows)
 
-    def _report(self, errors: list[RowError], change: RowOpened | RowCommitted, reason: str | None) -> None:
+    def _report(self, errors: list[RowError], change: RowOpened | RowCommitted, reason: str) -> None:
         """A change that does not fit: the session of the row ends, and the verifier hears of it."""
-        if reason is None:
-            return
         self._drop(change.row)
         self.stats.num_row_errors += 1
         errors.append(RowError(change.row, change.generation, reason))
@@ -209,3 +217,8 @@ class VerifierSessions:
         if not token_ids or min(token_ids) < 0 or max(token_ids) >= size:
             return f"token_ids: expected ids from 0 to {size - 1}"
         return None
+
+
+def to_device(values: np.ndarray, rows: RowState) -> Tensor:
+    """A small array where the rows live. Through numpy: from a list of 64 torch needs 20 us, numpy 4."""
+    return torch.from_numpy(values).to(rows.device)

@@ -14,6 +14,7 @@ from drafter_svc.builder import build_core
 from drafter_svc.config import DrafterConfig
 from drafter_svc.frame_service import FrameService
 from drafter_svc.worker_link import Kind, Message, pack, unpack_all
+from model_executor.drafting import DraftMethod
 
 _READ_BYTES = 1 << 20
 _MAX_BATCH_BYTES = 16 << 20
@@ -22,15 +23,15 @@ _MAX_BATCH_BYTES = 16 << 20
 logger = get_logger(__name__)
 
 
-def run_worker(sock: socket.socket, config: DrafterConfig, log_level: str) -> None:
-    """Draft for whoever is at the other end of `sock`, until it is closed."""
+def run_worker(sock: socket.socket, config: DrafterConfig, log_level: str, method: DraftMethod | None = None) -> None:
+    """Draft for whoever is at the other end of `sock`, until it is closed; with `method`, if one is given."""
     # A Ctrl-C goes to the whole process group; the RPC process ends us by closing the socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     configure_logging(log_level)
     torch.set_num_threads(config.num_threads)
     try:
-        core = build_core(config)
+        core = build_core(config, method)
     except OutriderError as error:
         sock.sendall(pack(Kind.FAILED, payload=f"{error.status}\n{error}".encode()))
         return
