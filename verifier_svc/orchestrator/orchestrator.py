@@ -150,13 +150,12 @@ class Orchestrator:
             if state.num_computed_tokens < state.prefill_len:
                 continue
             max_len = state.request.max_len
-            committed_len = len(state.tokens)
-            room = max_len - committed_len - state.num_samples_in_flight
+            room = max_len - len(state.tokens) - state.num_samples_in_flight
             if room <= 0:
                 continue  # the steps in flight are sure to reach max_len
             num_draft = min(state.request.num_speculative_tokens, max_draft, room - 1)
             # KV is written for the last committed token and the drafts; the last token of all never needs any.
-            num_kv_tokens = min(committed_len + state.max_tokens_in_flight + num_draft, max_len - 1)
+            num_kv_tokens = min(state.optimistic_len + num_draft, max_len - 1)
             if num_kv_tokens > len(state.block_ids) * block_size and not self._reserve(
                 state, num_kv_tokens, block_appends
             ):
@@ -336,7 +335,7 @@ class Orchestrator:
     def _trim(self, state: RequestState) -> None:
         """Give back blocks that neither a step in flight nor the next one can reach, now that the length is known."""
         num_draft = state.request.num_speculative_tokens
-        num_tokens = min(len(state.tokens) + state.max_tokens_in_flight + num_draft, state.request.max_len - 1)
+        num_tokens = min(state.optimistic_len + num_draft, state.request.max_len - 1)
         keep = -(-num_tokens // self.pool.block_size)
         if len(state.block_ids) > keep:
             self.pool.free(state.block_ids[keep:])
