@@ -140,8 +140,10 @@ class Orchestrator:
         running = self._running
         if not running:
             return budget
-        # Every running row gets at least one token: under a tight budget drafts give way first.
-        max_draft = budget // len(running) - 1
+        # Every running row gets at least one token, and the first request that waits for a row its share of the budget:
+        # drafts give way, or they would keep it waiting until a row ends.
+        num_shares = len(running) + bool(self._waiting and self._free_rows)
+        max_draft = budget // num_shares - 1
         block_size = self.pool.block_size
         index = 0
         while index < len(running):  # preemption takes rows off the end while this runs

@@ -167,6 +167,18 @@ def test_drafts_give_way_and_every_running_row_gets_a_token(tokens: int, drafts:
     assert [(row.num_tokens, row.max_draft_tokens) for row in rows] == [(1, drafts)] * 4
 
 
+def test_drafts_give_way_to_a_request_that_waits() -> None:
+    orchestrator = make(rows=4, tokens=8)
+    orchestrator.add(make_request("a", 1, k=3))
+    orchestrator.add(make_request("b", 1, k=3))
+    step(orchestrator)
+    assert [row.max_draft_tokens for row in step(orchestrator).rows] == [3, 3]
+    orchestrator.add(make_request("c", 3, k=3))
+    planned = step(orchestrator)
+    assert [new.request.request_id for new in planned.new_rows] == ["c"]
+    assert [row.max_draft_tokens for row in planned.rows] == [1, 1, 0]
+
+
 def test_a_prefill_goes_on_beside_decode_rows() -> None:
     orchestrator = make(rows=3, tokens=9)
     for name, length in (("a", 1), ("b", 1), ("c", 20)):
