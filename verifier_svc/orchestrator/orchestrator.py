@@ -194,17 +194,16 @@ class Orchestrator:
         while self._waiting and self._free_rows and budget > 0:
             state = self._waiting[0]
             can_wait = bool(self._running or self._in_flight)
-            if can_wait and self.pool.num_free < state.num_free_needed:
+            # One more block for each running row: without it the newcomer is preempted by the next step that grows.
+            if can_wait and self.pool.num_free < state.num_new_blocks + len(self._running):
                 break
             prompt_logprobs = state.request.params.prompt_logprobs
             if state.committed_len > len(state.request.prompt_token_ids):
                 prompt_logprobs = None  # resumed after a preemption: they were reported before the first output token
             # Prompt logprobs need the logits of every position, so nothing may be skipped.
             blocks, uid = ([], ROOT_UID) if prompt_logprobs is not None else self.pool.lookup(state.tokens)
-            num_new_blocks = self.pool.num_blocks_for(state.prefill_len) - len(blocks)
-            # One more block for each running row: without it the newcomer is preempted by the next step that grows.
-            state.num_free_needed = num_new_blocks + len(self._running)
-            if can_wait and self.pool.num_free < state.num_free_needed:
+            state.num_new_blocks = self.pool.num_blocks_for(state.prefill_len) - len(blocks)
+            if can_wait and self.pool.num_free < state.num_new_blocks + len(self._running):
                 self.pool.free(blocks)
                 break
             self._waiting.popleft()
@@ -217,7 +216,7 @@ class Orchestrator:
             if prompt_logprobs is None:
                 self.stats.num_prefix_queries += state.prefill_len
                 self.stats.num_prefix_hits += state.num_computed_tokens
-            state.block_ids = blocks + self.pool.allocate(num_new_blocks)
+            state.block_ids = blocks + self.pool.allocate(state.num_new_blocks)
             block_appends.append(BlockAppend(state.row, 0, state.block_ids.copy()))
             new_rows.append(
                 NewRow(state.row, state.request, state.tokens.copy(), state.num_computed_tokens, prompt_logprobs)

@@ -20,7 +20,7 @@ class RequestState:
         "max_tokens_in_flight",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_free_needed",
+        "num_new_blocks",
         "num_prompt_logprobs",
         "num_registered_blocks",
         "num_samples_in_flight",
@@ -38,8 +38,6 @@ class RequestState:
         """Prompt positions reported so far."""
         self.num_cached_tokens = -1
         """Found in the prefix cache by the first admission; -1 before it."""
-        self.num_free_needed = 0
-        """Free blocks that were missing when admission last failed."""
         self.row = -1
         self.generation = -1
         self.reset_progress()
@@ -50,6 +48,8 @@ class RequestState:
         self.num_computed_tokens = 0
         """Prefill progress that is planned; meaningless once the prefill is over, when the device counts."""
         self.prefill_len = len(self.tokens)
+        self.num_new_blocks = 0
+        """Blocks that the prefill needs beside those in the prefix cache, as admission last saw it; 0 at first."""
         self.max_tokens_in_flight = 0
         self.num_samples_in_flight = 0
         """Steps in flight that will commit at least one token each."""

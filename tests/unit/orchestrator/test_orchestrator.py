@@ -281,6 +281,17 @@ def test_admission_that_waits_for_blocks_does_not_look_the_prefix_up_again(monke
     assert plan(orchestrator).new_rows[0].request.request_id == "b"
 
 
+def test_admission_that_waits_for_blocks_needs_fewer_when_fewer_run() -> None:
+    orchestrator = make(num_blocks=1 + 10)
+    for name in "abc":
+        orchestrator.add(make_request(name, 5))
+    step(orchestrator)  # 6 blocks; 4 are left
+    orchestrator.add(make_request("d", 13))  # 4 blocks, and one for each that runs
+    assert not step(orchestrator).new_rows
+    orchestrator.abort("a")
+    assert [new.request.request_id for new in plan(orchestrator).new_rows] == ["d"]
+
+
 # -- preemption --------------------------------------------------------------------------------------------------------
 
 
