@@ -14,11 +14,12 @@ def build(options: dict[str, Any]) -> BuiltEngine:
     """Load the model and wire an engine around it, from the fields of `EngineConfig`."""
     from common.config import BLOCK_SIZE, EngineConfig
     from outrider.local import build_local_engine
+    from verifier_svc.drafts.exchange import RemoteDrafts
 
     config = EngineConfig(**options)
     local = build_local_engine(config)
     pool = local.engine.orchestrator.pool
-    served = local.served
+    served, draft_method = local.served, local.draft_method
     return BuiltEngine(
         local.engine,
         ServedFacts(
@@ -33,6 +34,7 @@ def build(options: dict[str, Any]) -> BuiltEngine:
             max_num_waiting=config.max_num_waiting,
             tokenizer_json=None if served.tokenizer is None else served.tokenizer.to_str(),
         ),
+        exchange_counts=draft_method.counts if isinstance(draft_method, RemoteDrafts) else None,
     )
 
 

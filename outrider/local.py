@@ -39,6 +39,7 @@ class LocalEngine:
     served: ServedModel
     dtype: str
     """Of the weights in memory, such as float32."""
+    draft_method: DraftMethod
 
 
 def build_draft_method(config: EngineConfig, vocab_size: int, max_model_len: int, device: torch.device) -> DraftMethod:
@@ -110,7 +111,7 @@ def build_local_engine(
         served_max_model_len=max_model_len,
         num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype)
+    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype, draft_method)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

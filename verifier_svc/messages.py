@@ -56,6 +56,49 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = []
+    num_stale_outcomes: int = 0
+
+
+class DrafterCounts(msgspec.Struct, frozen=True, array_like=True):
+    """One drafter as the engine sees it; counters are since the engine's start."""
+
+    address: str
+    kind: str
+    """Transport in use."""
+    is_up: bool
+    is_hung: bool
+    is_distrusted: bool
+    num_rows: int
+    num_sessions: int
+    num_downs: int
+    num_hangs: int
+    num_updates: int
+    num_replies: int
+    num_branches: int
+    num_stale_branches: int
+    num_invalid_branches: int
+    num_late_replies: int
+    num_deadline_misses: int
+    num_row_errors: int
+    num_resyncs: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    wait_s: float
+    round_trip_bounds: tuple[float, ...]
+    round_trip_counts: list[int]
+    round_trip_total_s: float
+
+
+class ExchangeCounts(msgspec.Struct, frozen=True, array_like=True):
+    """All drafters of an engine."""
+
+    drafters: list[DrafterCounts]
+    num_waits: int
+    num_branches_used: int
+    num_fallbacks: int
+    num_fallback_drafts: int
+    num_rows_moved: int
 
 
 # -- front to engine ---------------------------------------------------------------------------------------------------
@@ -170,6 +213,13 @@ class FlushResult(msgspec.Struct, array_like=True):
     done: bool
 
 
+class Admitted(msgspec.Struct, array_like=True):
+    """An output got a row for the first time, and how long it had waited in the engine."""
+
+    key: int
+    queue_s: float
+
+
 class Report(msgspec.Struct, tag="report", array_like=True):
     """All that happened since the last report."""
 
@@ -177,6 +227,9 @@ class Report(msgspec.Struct, tag="report", array_like=True):
     updates: list[OutputUpdate]
     rejected: list[Rejected] = []
     flushed: list[FlushResult] = []
+    admitted: list[Admitted] = []
+    exchange: ExchangeCounts | None = None
+    """Now and then, where drafters are used."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

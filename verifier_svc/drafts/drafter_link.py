@@ -6,14 +6,24 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from common.draft_exchange import DrafterLimits
+from common.histogram import Histogram
 from verifier_svc.drafts.transport import DraftTransport
+from verifier_svc.messages import DrafterCounts
 
 HANG_S = 0.1
-"""Waiting in vain for this long in total marks a drafter as hung."""
+"""Waiting in vain for this long in total marks a drafter as hung. Nothing is waited for again before it has answered in
+time."""
+SILENCE_S = 1.0
+"""So does no answer for this long from a drafter that is not waited for."""
 WATCHED_DRAFTS = 256
 """The acceptance watchdog looks at this many drafts."""
 MIN_ACCEPTANCE_RATE = 0.02
 """Below this the drafter has the wrong model or has lost sync: random text over a large vocabulary stays under it."""
+
+ROUND_TRIP_BOUNDS = (
+    0.00005, 0.0001, 0.0002, 0.0003, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0,
+)  # fmt: skip
+"""Seconds."""
 
 
 @dataclass(slots=True)
@@ -46,6 +56,8 @@ class DrafterStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     wait_s: float = 0.0
+    round_trips: Histogram = field(default_factory=lambda: Histogram(ROUND_TRIP_BOUNDS))
+    """From an update to the reply that answers it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -78,8 +90,39 @@ class DrafterLink:
 
     @property
     def owes_answer(self) -> bool:
-        """Worth waiting for: it has not answered the last update, and is not known to be hung."""
-        return self.answered_sequence < self.sent_sequence and self.takes_rows
+        """Worth waiting for: it has not answered the last update, and has not been waited for in vain too often."""
+        return self.answered_sequence < self.sent_sequence and self.takes_rows and self._missed_s < HANG_S
+
+    def counts(self) -> DrafterCounts:
+        """What there is to tell, as it is now: without a step, nobody else looks at the transport."""
+        stats, round_trips = self.stats, self.stats.round_trips
+        return DrafterCounts(
+            address=stats.address,
+            kind=self.transport.kind,
+            is_up=self.transport.session is not None,
+            is_hung=stats.is_hung,
+            is_distrusted=stats.is_distrusted,
+            num_rows=stats.num_rows,
+            num_sessions=stats.num_sessions,
+            num_downs=stats.num_downs,
+            num_hangs=stats.num_hangs,
+            num_updates=stats.num_updates,
+            num_replies=stats.num_replies,
+            num_branches=stats.num_branches,
+            num_stale_branches=stats.num_stale_branches,
+            num_invalid_branches=stats.num_invalid_branches,
+            num_late_replies=stats.num_late_replies,
+            num_deadline_misses=stats.num_deadline_misses,
+            num_row_errors=stats.num_row_errors,
+            num_resyncs=stats.num_resyncs,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            wait_s=stats.wait_s,
+            round_trip_bounds=ROUND_TRIP_BOUNDS,
+            round_trip_counts=round_trips.counts,
+            round_trip_total_s=round_trips.total,
+        )
 
     def begin_session(self, number: int, limits: DrafterLimits) -> None:
         """A drafter that knows no row: what was held against the one before is forgotten."""
@@ -105,19 +148,27 @@ class DrafterLink:
         if len(self._sent_at) > 4096:  # a drafter that never answers
             self._sent_at.popleft()
 
-    def note_answer(self, sequence: int, received_s: float, deadline_s: float) -> None:
-        """An answer in time clears what was missed; a late one would only buy another 100 ms of waiting."""
+    def note_answer(self, sequence: int, received_s: float, deadline_s: float) -> bool:
+        """An answer in time clears what was missed; a late one would only buy another 100 ms of waiting.
+
+        Returns:
+            True: it was hung, and has come back: either in time, or by answering all that it was sent.
+        """
         self.stats.num_replies += 1
         # A sequence that was never sent would stop the waiting for answers that are still to come.
         self.answered_sequence = max(self.answered_sequence, min(sequence, self.sent_sequence))
         latency = 0.0
         while self._sent_at and self._sent_at[0][0] <= sequence:
             latency = received_s - self._sent_at.popleft()[1]
-        if latency <= deadline_s:
+        is_in_time = latency <= deadline_s
+        if is_in_time:
             self._missed_s = 0.0
-            self.stats.is_hung = False
         else:
             self.stats.num_late_replies += 1
+        if not self.stats.is_hung or not (is_in_time or self.answered_sequence == self.sent_sequence):
+            return False
+        self.stats.is_hung = False
+        return True
 
     def note_wait(self, waited_s: float) -> bool:
         """A step waited. True: in vain, and that once too often."""
@@ -126,8 +177,14 @@ class DrafterLink:
             return False
         self.stats.num_deadline_misses += 1
         self._missed_s += waited_s
-        if self._missed_s < HANG_S:
-            return False
+        return self._missed_s >= HANG_S and self._note_hang()
+
+    def note_silence(self, now: float) -> bool:
+        """A step came by without waiting. True: the drafter of some rows has been silent for too long."""
+        is_silent = bool(self.rows and self._sent_at) and now - self._sent_at[0][1] > SILENCE_S
+        return is_silent and not self.stats.is_hung and self._note_hang()
+
+    def _note_hang(self) -> bool:
         self.stats.is_hung = True
         self.stats.num_hangs += 1
         return True

@@ -30,6 +30,7 @@ from model_executor.row_state import RowState
 from verifier_svc.drafts.drafter_link import DrafterLink, DrafterStats
 from verifier_svc.drafts.landing import LandingBuffer
 from verifier_svc.drafts.transport import Arrival, DraftTransport
+from verifier_svc.messages import ExchangeCounts
 
 MAX_REOPENS = 3
 """A row that its drafter refuses this often is left to the fallback."""
@@ -119,8 +120,10 @@ class RemoteDrafts:
         """See `DraftMethod.propose`. Waits at most `deadline_s`."""
         self.stats.num_steps += 1
         self._follow_sessions()
+        now = self._clock()
         for link in self._links:
-            self._take(link, link.transport.poll(0))
+            if not self._take(link, link.transport.poll(0)) and link.note_silence(now):
+                self._give_up(link)
         batch_rows: list[int] = idx_mapping.tolist()
         limits: list[int] = max_draft_tokens.tolist()
         draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)  # [num_reqs]
@@ -154,6 +157,18 @@ class RemoteDrafts:
             link.transport.close()
         self._fallback.close()
 
+    def counts(self) -> ExchangeCounts:
+        """What there is to tell of the drafters, for the front."""
+        stats = self.stats
+        return ExchangeCounts(
+            [link.counts() for link in self._links],
+            num_waits=stats.num_waits,
+            num_branches_used=stats.num_branches_used,
+            num_fallbacks=stats.num_fallbacks,
+            num_fallback_drafts=stats.num_fallback_drafts,
+            num_rows_moved=stats.num_rows_moved,
+        )
+
     # Branches.
 
     def _take(self, link: DrafterLink, arrivals: Iterable[Arrival]) -> bool:
@@ -164,10 +179,13 @@ class RemoteDrafts:
                 link.stats.num_stale_branches += len(arrival.reply.branches)
                 continue
             taken = True
-            link.note_answer(arrival.reply.answered_sequence, arrival.received_s, self._deadline_s)
+            is_back = link.note_answer(arrival.reply.answered_sequence, arrival.received_s, self._deadline_s)
             self._land(link, arrival.reply.branches)
             if arrival.reply.row_errors:
                 self._reopen_refused(link, arrival.reply.row_errors)
+            if is_back:
+                logger.info("drafter answers again", drafter=link.stats.address)
+                self._adopt_rows(link)
         return taken
 
     def _land(self, link: DrafterLink, branches: BranchBatch) -> None:
@@ -211,9 +229,12 @@ class RemoteDrafts:
         waited_s = self._clock() - start
         for link in owing:
             if link.note_wait(waited_s):
-                logger.warning("drafter hangs", drafter=link.stats.address)
-                self._move_rows(link)
+                self._give_up(link)
         return came
+
+    def _give_up(self, link: DrafterLink) -> None:
+        logger.warning("drafter hangs", drafter=link.stats.address)
+        self._move_rows(link)
 
     def _note_sources(self, batch_rows: list[int], lengths: list[int], limits: list[int]) -> list[int]:
         """Remember whose draft each row verifies; returns the entries that got none and could have one."""

@@ -8,7 +8,9 @@ import socket
 import msgspec
 
 from verifier_svc.messages import (
+    Admitted,
     EngineLoad,
+    ExchangeCounts,
     Failed,
     FlushResult,
     FrameReader,
@@ -52,6 +54,8 @@ class EngineLink:
         self._updates: dict[int, OutputUpdate] = {}
         self._rejected: list[Rejected] = []
         self._flushed: list[FlushResult] = []
+        self._admitted: list[Admitted] = []
+        self._exchange: ExchangeCounts | None = None
         self._load = EngineLoad()
         self._has_report = False
         self.num_merged = 0
@@ -101,6 +105,8 @@ class EngineLink:
         updates: list[OutputUpdate],
         rejected: list[Rejected] | None = None,
         flushed: list[FlushResult] | None = None,
+        admitted: list[Admitted] | None = None,
+        exchange: ExchangeCounts | None = None,
     ) -> None:
         """Tell the front, now if the socket takes it and later if not; never waits."""
         for update in updates:
@@ -112,6 +118,8 @@ class EngineLink:
                 self.num_merged += 1
         self._rejected += rejected or ()
         self._flushed += flushed or ()
+        self._admitted += admitted or ()
+        self._exchange = exchange or self._exchange
         self._load = load
         self._has_report = True
         self.flush()
@@ -140,11 +148,14 @@ class EngineLink:
         self._socket.close()
 
     def _pack(self) -> None:
-        report = Report(self._load, list(self._updates.values()), self._rejected, self._flushed)
+        updates = list(self._updates.values())
+        report = Report(self._load, updates, self._rejected, self._flushed, self._admitted, self._exchange)
         self._unsent += frame(self._encoder.encode(report))
         self._updates = {}
         self._rejected = []
         self._flushed = []
+        self._admitted = []
+        self._exchange = None
         self._has_report = False
 
     def _send(self) -> bool:

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,9 @@ from verifier_svc.engine.link import EngineLink, FrontGoneError
 from verifier_svc.messages import (
     AbortRequest,
     AddRequest,
+    Admitted,
     EngineLoad,
+    ExchangeCounts,
     Failed,
     FlushCache,
     FlushResult,
@@ -37,6 +40,9 @@ EXIT_OK, EXIT_FAILED, EXIT_FRONT_GONE = 0, 1, 3
 
 _PR_SET_PDEATHSIG = 1
 
+_EXCHANGE_INTERVAL_S = 0.25
+"""How often the counts of drafters go to the front; also without work, since a drafter may come and go meanwhile."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -44,14 +50,23 @@ class BuiltEngine:
 
     engine: Engine
     served: ServedFacts
+    exchange_counts: Callable[[], ExchangeCounts] | None = None
+    """Of the drafters; None where there are none."""
 
 
 class EngineProcess:
     """The loop: take what the front has sent, run a step, report it. One thread owns all of it."""
 
-    def __init__(self, engine: Engine, link: EngineLink) -> None:
+    def __init__(
+        self, engine: Engine, link: EngineLink, exchange_counts: Callable[[], ExchangeCounts] | None = None
+    ) -> None:
         self._engine = engine
         self._link = link
+        self._exchange_counts = exchange_counts
+        self._exchange_due_s = 0.0
+        self._added_s: dict[str, float] = {}  # of requests without a row, by id
+        self._admitted: list[Admitted] = []
+        engine.orchestrator.on_admitted = self._note_admitted
         self._request_ids: dict[int, str] = {}
         self._keys: dict[str, int] = {}
         self._rejected: list[Rejected] = []
@@ -67,16 +82,24 @@ class EngineProcess:
             FrontGoneError: the front is gone.
         """
         engine, link = self._engine, self._link
+        idle_s = None if self._exchange_counts is None else _EXCHANGE_INTERVAL_S
         while True:
-            for message in link.receive(0 if engine.has_work else None):
+            for message in link.receive(0 if engine.has_work else idle_s):
                 if not self._take(message):
                     return
             events: list[Event] = []
             if engine.has_work:
                 events = engine.step()
                 self._num_steps += 1
-            link.report(self._load(), self._updates(events), self._rejected, self._flushed)
-            self._rejected, self._flushed = [], []
+            link.report(
+                self._load(),
+                self._updates(events),
+                self._rejected,
+                self._flushed,
+                self._admitted,
+                self._exchange(),
+            )
+            self._rejected, self._flushed, self._admitted = [], [], []
 
     def _take(self, message: ToEngine) -> bool:
         """False: the front says stop."""
@@ -86,6 +109,7 @@ class EngineProcess:
             request_id = self._request_ids.pop(message.key, None)
             if request_id is not None:
                 del self._keys[request_id]
+                self._added_s.pop(request_id, None)
                 self._engine.abort(request_id)
             self._link.forget(message.key)
         elif isinstance(message, FlushCache):
@@ -111,6 +135,24 @@ class EngineProcess:
         else:
             self._request_ids[message.key] = message.request_id
             self._keys[message.request_id] = message.key
+            self._added_s[message.request_id] = time.monotonic()
+            self._logger.debug("request added", request_id=message.request_id, key=message.key)
+
+    def _note_admitted(self, request_id: str) -> None:
+        added_s = self._added_s.pop(request_id, None)
+        key = self._keys.get(request_id)
+        if added_s is not None and key is not None:
+            self._admitted.append(Admitted(key, time.monotonic() - added_s))
+
+    def _exchange(self) -> ExchangeCounts | None:
+        """The counts of drafters, if they are due."""
+        if self._exchange_counts is None:
+            return None
+        now = time.monotonic()
+        if now < self._exchange_due_s:
+            return None
+        self._exchange_due_s = now + _EXCHANGE_INTERVAL_S
+        return self._exchange_counts()
 
     def _updates(self, events: list[Event]) -> list[OutputUpdate]:
         updates: list[OutputUpdate] = []
@@ -133,6 +175,8 @@ class EngineProcess:
             if event.finish_reason is not None:
                 del keys[event.request_id]
                 del self._request_ids[key]
+                reason = str(event.finish_reason)
+                self._logger.debug("request finished", request_id=event.request_id, reason=reason)
         return updates
 
     def _load(self) -> EngineLoad:
@@ -150,6 +194,7 @@ class EngineProcess:
             drafts.num_draft_tokens,
             drafts.num_accepted_tokens,
             drafts.num_accepted_tokens_per_pos,
+            stats.num_stale_outcomes,
         )
 
 
@@ -187,7 +232,7 @@ def _serve(link: EngineLink, build: Callable[[dict[str, object]], BuiltEngine]) 
         return EXIT_FAILED
     try:
         link.send_blocking(Ready(built.served))
-        EngineProcess(built.engine, link).run()
+        EngineProcess(built.engine, link, built.exchange_counts).run()
     except (EngineClosedError, msgspec.MsgspecError) as error:
         logger.exception("the engine cannot go on")
         link.send_blocking(Failed("UNAVAILABLE", str(error)))

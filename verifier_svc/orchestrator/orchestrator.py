@@ -7,6 +7,7 @@ blocks for that; `apply()` brings the truth. Any number of plans may be ahead of
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from common.draft_exchange import RowClosed
@@ -50,6 +51,8 @@ class Orchestrator:
         self.pool = pool
         self.stats = OrchestratorStats()
         self.draft_stats = DraftStats()
+        self.on_admitted: Callable[[str], None] | None = None
+        """Called with the id of a request that gets its first row: there is no clock here to say how long it took."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_waiting = max_num_waiting
         self._requests: dict[str, RequestState] = {}
@@ -213,6 +216,8 @@ class Orchestrator:
             state.num_computed_tokens = len(blocks) * self.pool.block_size
             if state.num_cached_tokens < 0:
                 state.num_cached_tokens = state.num_computed_tokens
+                if self.on_admitted is not None:
+                    self.on_admitted(state.request.request_id)
             if prompt_logprobs is None:
                 self.stats.num_prefix_queries += state.prefill_len
                 self.stats.num_prefix_hits += state.num_computed_tokens
