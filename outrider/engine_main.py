@@ -31,7 +31,6 @@ def build(options: dict[str, Any]) -> BuiltEngine:
             num_kv_cache_tokens=(pool.num_blocks - 1) * BLOCK_SIZE,
             block_size=BLOCK_SIZE,
             max_num_seqs=config.max_num_seqs,
-            max_num_waiting=config.max_num_waiting,
             tokenizer_json=None if served.tokenizer is None else served.tokenizer.to_str(),
         ),
         exchange_counts=draft_method.counts if isinstance(draft_method, RemoteDrafts) else None,

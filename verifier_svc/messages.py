@@ -37,7 +37,6 @@ class ServedFacts(msgspec.Struct, frozen=True):
     num_kv_cache_tokens: int
     block_size: int
     max_num_seqs: int
-    max_num_waiting: int
     tokenizer_json: str | None
     """The tokenizer as transformers sets it up, so that the front encodes the same way without transformers."""
 

@@ -57,8 +57,18 @@ class VerifierConfig(EngineConfig):
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        """The fields of `EngineConfig`, for the engine process."""
-        return self.model_dump(mode="json", include=set(EngineConfig.model_fields))
+        """The fields of `EngineConfig`, for the engine process.
+
+        The front counts outputs and refuses what goes beyond `capacity`. The engine's own bound is above that: a burst
+        reaches its queue before any row takes from it.
+        """
+        fields = self.model_dump(mode="json", include=set(EngineConfig.model_fields))
+        return fields | {"max_num_waiting": self.capacity}
+
+    @property
+    def capacity(self) -> int:
+        """Outputs that run or wait at the same time."""
+        return self.max_num_seqs + self.max_num_waiting
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -68,11 +78,10 @@ class VerifierConfig(EngineConfig):
 
     @property
     def limits(self) -> ServerLimits:
-        capacity = self.max_num_seqs + self.max_num_waiting
         return ServerLimits(
             max_message_bytes=self.max_message_bytes,
             max_connections=self.max_connections,
             max_concurrent_streams=self.max_concurrent_streams,
             # Every output has a place, and probes and questions about the load still get through beside them.
-            max_concurrent_calls=2 * capacity + 256,
+            max_concurrent_calls=2 * self.capacity + 256,
         )

@@ -52,10 +52,16 @@ class EngineClient(asyncio.Protocol):
 
     Args:
         on_lost: called once when the engine is gone, with the reason.
+        capacity: outputs at the same time; more are refused.
         max_unsent_bytes: requests are refused while more than this waits for the socket.
     """
 
-    def __init__(self, on_lost: Callable[[OutriderError], None], max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+    def __init__(
+        self,
+        on_lost: Callable[[OutriderError], None],
+        capacity: int,
+        max_unsent_bytes: int = MAX_UNSENT_BYTES,
+    ) -> None:
         self._on_lost = on_lost
         self._max_unsent_bytes = max_unsent_bytes
         self._loop = asyncio.get_running_loop()
@@ -68,7 +74,7 @@ class EngineClient(asyncio.Protocol):
         self._keys = itertools.count(1)
         self._sinks: dict[int, OutputSink] = {}
         self._flushes: dict[int, asyncio.Future[bool]] = {}
-        self._capacity = 0
+        self._capacity = capacity
         self.failure: OutriderError | None = None
         self.load = EngineLoad()
         self.last_report_s = self._loop.time()
@@ -172,7 +178,6 @@ class EngineClient(asyncio.Protocol):
         if isinstance(message, Report):
             self._take_report(message)
         elif isinstance(message, Ready):
-            self._capacity = message.served.max_num_seqs + message.served.max_num_waiting
             if not self._ready.done():
                 self._ready.set_result(message.served)
         else:

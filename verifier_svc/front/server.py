@@ -67,7 +67,7 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
     """
     signals = _Signals()
     lost = asyncio.Event()
-    engine = EngineClient(lambda error: lost.set())
+    engine = EngineClient(lambda error: lost.set(), config.capacity)
     servicer = VllmEngineServicer(engine, config.request_timeout, options.version)
     health_servicer = HealthServicer()
     server = _build(config, servicer, health_servicer)
@@ -99,6 +99,8 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
     finally:
         engine.stop()
         await server.stop(None)
+        if not servicer.has_loaded:
+            process.kill()  # a load has nothing to lose, and may take minutes to look at the link again
         await _end(process)
         if config.uds is not None:
             config.uds.unlink(missing_ok=True)

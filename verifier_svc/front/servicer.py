@@ -87,6 +87,10 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         return self._refusal is None and self._engine.failure is None
 
     @property
+    def has_loaded(self) -> bool:
+        return self._served is not None
+
+    @property
     def num_generations(self) -> int:
         return len(self._generations)
 
