@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,7 +105,9 @@ def test_a_hello_comes_back(hello: VerifierHello) -> None:
     assert decode_verifier_frame(encode_verifier_hello(hello), 0) == (0, hello)
 
 
-@given(ack=st.builds(DrafterHello, st.text("ab", min_size=1), identity, name, st.builds(DrafterLimits, u32, u32, u32, u32)))
+@given(
+    ack=st.builds(DrafterHello, st.text("ab", min_size=1), identity, name, st.builds(DrafterLimits, u32, u32, u32, u32))
+)
 def test_the_answer_to_a_hello_comes_back(ack: DrafterHello) -> None:
     assert decode_drafter_frame(encode_drafter_hello(ack), 0) == ack
 
@@ -112,10 +116,8 @@ def test_the_answer_to_a_hello_comes_back(ack: DrafterHello) -> None:
 @given(data=st.binary(max_size=200))
 def test_garbage_is_refused_or_means_nothing(data: bytes) -> None:
     for decode in (decode_verifier_frame, decode_drafter_frame):
-        try:
+        with contextlib.suppress(DraftCodecError):
             decode(data, MAX_TOKENS)
-        except DraftCodecError as error:
-            assert str(error)
 
 
 column = st.binary(max_size=24)
