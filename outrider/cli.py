@@ -16,6 +16,8 @@ _COMMANDS = {
     "verifier": "serve a model over gRPC",
     "drafter": "draft for verifiers over gRPC",
     "serve": "serve a model over HTTP, as OpenAI does",
+    "client": "send a prompt to a verifier, and watch the text come",
+    "top": "watch verifiers: load, speed, acceptance, drafters",
     "demo": "watch a small model write code with speculation, then compare it with speculation off",
 }
 

@@ -201,8 +201,8 @@ class Fault:
     """What goes wrong in one Generate call.
 
     kind: a name of grpc.StatusCode; `end`: the stream ends without a word; `hang`: nothing more comes; `wait`: a pause
-    of `seconds`, then it goes on; `bytes`, `index`, `early`, `reason`, `empty`: messages that make no sense; `error`: the
-    end of an output that failed.
+    of `seconds`, then it goes on; `bytes`, `index`, `early`, `reason`, `empty`: messages that make no sense; `error`:
+    an output that failed.
     """
 
     kind: str

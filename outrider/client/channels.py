@@ -75,6 +75,8 @@ def _settings(options: ChannelOptions) -> list[tuple[str, Any]]:
         ("grpc.min_reconnect_backoff_ms", 3000),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", max(1, keepalive_ms // 2)),
+        # While a ping that measures bandwidth is unanswered, none for keepalive is sent. It has 60 s by default.
+        ("grpc.http2.ping_timeout_ms", max(1, keepalive_ms // 2)),
         ("grpc.http2.max_pings_without_data", 0),
         # Two clients of a process stay apart: closing one must not cut the other off.
         ("grpc.use_local_subchannel_pool", 1),

@@ -69,10 +69,13 @@ async def stream_output(
             )
             running.calls.add(call)
             try:
-                if plan.required:
-                    generation.check_answer(address.target, plan, dict(await call.initial_metadata()))
+                is_checked = not plan.required
                 while not generation.is_finished:
-                    for delta in generation.accept(await _read(call)):
+                    response = await _read(call)
+                    if not is_checked:  # not before there is a message: a call that fails has no metadata
+                        generation.check_answer(address.target, plan, dict(await call.initial_metadata()))
+                        is_checked = True
+                    for delta in generation.accept(response):
                         yield delta
                     if generation.num_received > num_received:
                         attempts.succeeded(address)

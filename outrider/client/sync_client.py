@@ -24,6 +24,8 @@ from outrider.client.info import Health, Load, ModelInfo, ServerInfo
 from outrider.outputs import RequestOutput
 from verifier_svc.front.output_stream import OutputDelta
 
+_END_TIMEOUT_S = 1.0
+
 _T = TypeVar("_T")
 
 
@@ -117,8 +119,15 @@ class Client:
     def close(self) -> None:
         """Close all connections. Requests that still run end as by `abort`. May be called again."""
         if self._loop.is_running:
-            self._loop.run(self._client.close())
+            self._loop.run(self._close())
         self._loop.stop()
+
+    async def _close(self) -> None:
+        await self._client.close()
+        # Other threads still wait for what was aborted just now.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            await asyncio.wait(others, timeout=_END_TIMEOUT_S)
 
     def __enter__(self) -> Client:
         return self
@@ -164,6 +173,7 @@ class _LoopThread:
     def stop(self) -> None:
         with self._lock:
             loop, thread, self._stopped = self._loop, self._thread, True
+            self._loop = None
         if loop is not None and thread is not None and thread is not threading.current_thread():
             loop.call_soon_threadsafe(loop.stop)
             thread.join()
