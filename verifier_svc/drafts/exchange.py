@@ -126,12 +126,14 @@ class RemoteDrafts:
                 self._give_up(link)
         batch_rows: list[int] = idx_mapping.tolist()
         limits: list[int] = max_draft_tokens.tolist()
-        draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)  # [num_reqs]
-        lengths: list[int] = draft_len.tolist()
-        without = [row for row, length, most in zip(batch_rows, lengths, limits, strict=True) if most and not length]
-        if without and self._wait_for(without):
-            draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)
-            lengths = draft_len.tolist()
+        wait = _Wait(self._clock(), self._deadline_s)
+        while True:
+            draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)  # [num_reqs]
+            lengths: list[int] = draft_len.tolist()
+            without = [row for row, length, most in zip(batch_rows, lengths, limits, strict=True) if most > length == 0]
+            if not without or not self._wait_for(without, wait):
+                break
+        self._end_wait(wait)
         missing = self._note_sources(batch_rows, lengths, limits)
         if missing:
             self._fall_back(rows, idx_mapping, max_draft_tokens, draft_len, missing)
@@ -212,25 +214,27 @@ class RemoteDrafts:
             branches = _select(branches, good)
         self._landing.put(replace(branches, generation=branches.generation >> _OPENS_BITS))
 
-    def _wait_for(self, without: list[int]) -> bool:
-        """Wait until the drafters of these rows have answered, or for the deadline. True: something came in."""
-        owing = {link for row in without if (link := self._rows[row].link) is not None and link.owes_answer}
-        if not owing or self._deadline_s <= 0:
-            return False
+    def _wait_for(self, without: list[int], wait: _Wait) -> bool:
+        """Wait for the next reply of a drafter that owes one for these rows. False: none came in time, or none will."""
+        for row in without:
+            link = self._rows[row].link
+            while link is not None and link.owes_answer and link.transport.session is not None:
+                left = wait.start + wait.limit_s - self._clock()
+                if left <= 0:
+                    return False
+                wait.links.add(link)
+                if self._take(link, link.transport.poll(left)):
+                    return True
+        return False
+
+    def _end_wait(self, wait: _Wait) -> None:
+        if not wait.links:
+            return
         self.stats.num_waits += 1
-        start = self._clock()
-        came = False
-        for link in owing:
-            while link.owes_answer:
-                left = start + self._deadline_s - self._clock()
-                if left <= 0 or link.transport.session is None:
-                    break
-                came |= self._take(link, link.transport.poll(left))
-        waited_s = self._clock() - start
-        for link in owing:
+        waited_s = self._clock() - wait.start
+        for link in wait.links:
             if link.note_wait(waited_s):
                 self._give_up(link)
-        return came
 
     def _give_up(self, link: DrafterLink) -> None:
         logger.warning("drafter hangs", drafter=link.stats.address)
@@ -409,6 +413,15 @@ class _Outgoing:
     """An update for each drafter that has something to hear."""
 
     updates: defaultdict[DrafterLink, SessionUpdate] = field(default_factory=lambda: defaultdict(SessionUpdate))
+
+
+@dataclass(slots=True)
+class _Wait:
+    """The wait of one step: over all drafters, it is at most `limit_s` long."""
+
+    start: float
+    limit_s: float
+    links: set[DrafterLink] = field(default_factory=set[DrafterLink])
 
 
 def _select(branches: BranchBatch, mask: np.ndarray) -> BranchBatch:

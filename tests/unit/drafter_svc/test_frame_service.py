@@ -123,7 +123,7 @@ def test_rows_before_a_hello_and_a_hello_that_does_not_fit(service: FrameService
 class _Broken:
     """A method with a bug."""
 
-    def propose(self, *_: object) -> torch.Tensor:
+    def propose(self, rows: RowState, idx_mapping: torch.Tensor, max_draft_tokens: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a bug")
 
     def observe(self, update: SessionUpdate) -> None: ...
