@@ -74,12 +74,13 @@ class Deployment:
     names: dict[str, str] = field(default_factory=dict[str, str])
     _stack: ExitStack = field(default_factory=ExitStack)
 
-    def start(self, service: str, **variables: str) -> Container:
-        """Start one more container of a service; does not wait."""
+    def start(self, service: str, ports: Mapping[int, int] | None = None, **variables: str) -> Container:
+        """Start one more container of a service; does not wait. Without `ports` it takes free ones."""
         spec = read_compose(self.variables | variables)[service]
         command = spec.command
         taken = {int(command[index + 1]) for index, flag in enumerate(command) if flag in _PORT_FLAGS}
-        ports = dict(zip(sorted(taken), _free_ports(len(taken)), strict=True))
+        if ports is None:
+            ports = dict(zip(sorted(taken), _free_ports(len(taken)), strict=True))
         local = _on_this_machine(command, ports, self.names, self.volumes)
         process = ServiceProcess(local, dict(spec.values.get("environment", {})))
         self._stack.callback(process.kill_group)
