@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
@@ -83,6 +84,14 @@ def collect(responses: Iterable[pb.GenerateResponse], count: int = 1) -> list[Re
         else:
             received[response.complete.index].completes.append(response.complete)
     return received
+
+
+def health_of(channel: grpc.Channel, service: str = "", *, timeout: float = 10, wait_for_ready: bool = False) -> bool:
+    """grpc.health.v1: does it serve?"""
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service=service)
+    answer = stub.Check(request, timeout=timeout, wait_for_ready=wait_for_ready)
+    return answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
 def load_of(stub: pb_grpc.VllmEngineStub) -> pb.SchedulerLoad:

@@ -188,15 +188,20 @@ class OutputUpdate(msgspec.Struct, array_like=True):
     num_cached_tokens: int = 0
 
     def merge(self, later: OutputUpdate) -> None:
-        """Take in what a later step did. The size stays bounded by the output itself."""
+        """Take in what a later step did, in place. The size stays bounded by the output itself."""
         self.token_ids += later.token_ids
         self.steps += later.steps
         self.finish_reason = later.finish_reason
-        if later.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + later.logprobs
-        if later.prompt_logprobs is not None:
-            self.prompt_logprobs = (self.prompt_logprobs or []) + later.prompt_logprobs
+        self.logprobs = _joined(self.logprobs, later.logprobs)
+        self.prompt_logprobs = _joined(self.prompt_logprobs, later.prompt_logprobs)
         self.num_cached_tokens = later.num_cached_tokens
+
+
+def _joined(first: list[TokenLogprobs] | None, later: list[TokenLogprobs] | None) -> list[TokenLogprobs] | None:
+    if first is None or later is None:
+        return later if first is None else first
+    first += later
+    return first
 
 
 class Rejected(msgspec.Struct, array_like=True):

@@ -13,10 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from tests.engine_calls import Received, connected, generate, make_request, wait_idle, wait_load
+from tests.engine_calls import Received, connected, generate, health_of, make_request, wait_idle, wait_load
 from tests.fake_engine import MAX_MODEL_LEN, fake_output
 from tests.service_process import FAKE_VERIFIER, ServiceProcess, running, wait_gone
 
@@ -94,8 +93,6 @@ def test_sigterm_under_load_loses_nothing_that_started(verifier: ServiceProcess)
     """Requests that run or wait are finished; new ones go elsewhere; the process ends with 0."""
     address = verifier.wait_ready()
     with connected(address) as stub, ThreadPoolExecutor() as pool, grpc.insecure_channel(address) as channel:
-        health = health_pb2_grpc.HealthStub(channel)
-        ready = health_pb2.HealthCheckRequest(service=SERVICE)
         calls = [
             stub.Generate(make_request([index], max_tokens=300, seed=index, stream=index % 2 == 0), timeout=60)
             for index in range(8)
@@ -104,13 +101,13 @@ def test_sigterm_under_load_loses_nothing_that_started(verifier: ServiceProcess)
         outcomes = [pool.submit(outcome, call) for call in calls]
         verifier.terminate()
         deadline = time.monotonic() + 2
-        while health.Check(ready, timeout=5).status != health_pb2.HealthCheckResponse.NOT_SERVING:
+        while health_of(channel, SERVICE):
             assert time.monotonic() < deadline
         assert not stub.HealthCheck(pb.HealthCheckRequest(), timeout=5).healthy
         with pytest.raises(grpc.RpcError) as caught:
             generate(stub, make_request([1]))
         assert caught.value.code() is UNAVAILABLE
-        assert "shutting down" in caught.value.details()
+        assert "shutting down" in str(caught.value.details())
         for index, future in enumerate(outcomes):
             code, received = future.result(30)
             assert code is grpc.StatusCode.OK
@@ -169,18 +166,14 @@ def test_alive_but_not_ready_while_the_model_loads() -> None:
     address = f"127.0.0.1:{port}"
     loading = command(port=port, engine=("--load-s", "1.5"))
     with running(loading) as process, grpc.insecure_channel(address) as channel, connected(address) as stub:
-        health = health_pb2_grpc.HealthStub(channel)
-        alive = health_pb2.HealthCheckRequest(service="")
-        ready = health_pb2.HealthCheckRequest(service=SERVICE)
-        serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-        assert health.Check(alive, timeout=10, wait_for_ready=True).status == serving
-        assert health.Check(ready, timeout=5).status == not_serving
+        assert health_of(channel, wait_for_ready=True)
+        assert not health_of(channel, SERVICE)
         with pytest.raises(grpc.RpcError) as caught:
             generate(stub, make_request([1]))
         assert caught.value.code() is UNAVAILABLE
-        assert "loading" in caught.value.details()
+        assert "loading" in str(caught.value.details())
         process.wait_ready()
-        assert health.Check(ready, timeout=5).status == serving
+        assert health_of(channel, SERVICE)
         assert generate(stub, make_request([1], max_tokens=2, seed=0))[0].token_ids == fake_output([1], 2)
 
 
@@ -222,8 +215,7 @@ def test_more_connections_than_allowed_are_closed() -> None:
 
         def check(channel: grpc.Channel) -> None:
             try:
-                health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=2)
-                results.append(True)
+                results.append(health_of(channel, timeout=2))
             except grpc.RpcError:
                 results.append(False)
 

@@ -164,7 +164,7 @@ class EngineProcess:
             updates.append(
                 OutputUpdate(
                     key,
-                    tokens,
+                    tokens.copy(),  # updates that wait grow in place, and a draft method may hold the event's list
                     steps,
                     event.finish_reason,
                     event.logprobs,

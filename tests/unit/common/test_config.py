@@ -104,6 +104,12 @@ def test_lookup_bounds_in_order() -> None:
     assert (error.field, error.value, error.expected) == ("prompt_lookup_min", 4, "at most prompt_lookup_max = 3")
 
 
+def test_a_step_has_a_token_for_every_row() -> None:
+    EngineConfig(model="m", max_num_seqs=32, max_num_batched_tokens=32)
+    error = refusal(max_num_seqs=32, max_num_batched_tokens=31)
+    assert (error.field, error.value, error.expected) == ("max_num_batched_tokens", 31, "at least max_num_seqs = 32")
+
+
 def test_frozen() -> None:
     config = EngineConfig(model="m")
     with pytest.raises(ValidationError):

@@ -1,17 +1,22 @@
 """`common.logging`: both formats, levels, the standard library's records, exceptions."""
 
+import errno
 import io
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 import structlog
 
 from common.errors import InvalidArgumentError
 from common.logging import configure_logging, get_logger
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Terminal(io.StringIO):
@@ -200,3 +205,35 @@ def test_handlers_of_others_stay() -> None:
 def test_unknown_option_is_refused(option: str, value: str, message: str) -> None:
     with pytest.raises(InvalidArgumentError, match=message):
         configure_logging(**{option: value}, stream=sys.stderr)
+
+
+class FullDisk(io.StringIO):
+    """A stream that can be made to fail as on a full disk."""
+
+    is_full = True
+
+    def write(self, text: str, /) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_full_disk_costs_records_and_says_so_when_there_is_room() -> None:
+    stream = FullDisk()
+    configure_logging(fmt="json", stream=stream)
+    for number in range(3):
+        get_logger("x").info("lost", number=number)
+    stream.is_full = False
+    get_logger("x").info("kept")
+    get_logger("x").info("kept too")
+    lost, *kept = json_records(stream)
+    assert lost["event"] == "3 records before this one could not be written"
+    assert lost["level"] == "warning"
+    assert [record["event"] for record in kept] == ["kept", "kept too"]
+
+
+def test_full_disk_under_standard_error_neither_ends_nor_marks_a_process() -> None:
+    code = "from common.logging import *; configure_logging(); [get_logger('x').info('hello') for _ in range(2000)]"
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        status = subprocess.run([sys.executable, "-c", code], stderr=full, cwd=ROOT, timeout=60, check=False).returncode
+    assert status == 0

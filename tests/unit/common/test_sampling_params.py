@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from common.errors import InvalidArgumentError, UnknownOptionError
 from common.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -124,6 +125,13 @@ def test_stop_strings_have_a_length() -> None:
 @pytest.mark.parametrize("values", [{"bad_words": ["a", ""]}, {"bad_words_token_ids": [[1], []]}])
 def test_bad_words_are_not_empty(values: dict[str, Any]) -> None:
     assert refusal(**values).field == next(iter(values))
+
+
+def test_bad_words_have_a_length() -> None:
+    longest = (1,) * MAX_BAD_WORD_TOKENS
+    assert SamplingParams(bad_words_token_ids=[longest]).bad_words_token_ids == (longest,)
+    error = refusal(bad_words_token_ids=[(1,), (*longest, 1)])
+    assert str(error) == "bad_words_token_ids = 'a word of 65 tokens': expected words of at most 64 tokens"
 
 
 def test_min_tokens_is_at_most_max_tokens() -> None:
