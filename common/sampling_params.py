@@ -21,6 +21,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_END_TOKEN_IDS = 16  # room for the model's own end tokens beside the stop tokens of a request
 MAX_LOGIT_BIAS = 1024
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64  # a step compares each word whole with the text before each position
 MAX_LOGPROBS = 20
 
 # Below this temperature the noise is smaller than the rounding of the logits: it is greedy by any name.
@@ -101,6 +102,10 @@ class SamplingParams(BaseModel):
             raise InvalidArgumentError("bad_words", "", "words that are not empty")
         if () in self.bad_words_token_ids:
             raise InvalidArgumentError("bad_words_token_ids", (), "words that are not empty")
+        for word in self.bad_words_token_ids:
+            if len(word) > MAX_BAD_WORD_TOKENS:
+                limit = f"words of at most {MAX_BAD_WORD_TOKENS} tokens"
+                raise InvalidArgumentError("bad_words_token_ids", f"a word of {len(word)} tokens", limit)
         if self.logit_bias is not None:
             _check_count("logit_bias", self.logit_bias, MAX_LOGIT_BIAS)
             for token, bias in self.logit_bias.items():

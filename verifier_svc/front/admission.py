@@ -10,7 +10,13 @@ from numbers import Integral
 from tokenizers import Tokenizer
 
 from common.errors import InvalidArgumentError
-from common.sampling_params import MAX_END_TOKEN_IDS, MAX_SEED, MAX_STOP_TOKEN_IDS, SamplingParams
+from common.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_END_TOKEN_IDS,
+    MAX_SEED,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from common.types import Request
 
 
@@ -41,8 +47,8 @@ def build_requests(
 ) -> list[Request]:
     """The `n` requests of one prompt. Output i is drawn with seed + i.
 
-    Token ids may be integers of numpy too; an array is no list of token ids. With `num_output_tokens` the last that many
-    tokens of the prompt are output which the request got before a failure; `params` are those it had then.
+    Token ids may be integers of numpy too; an array is no list of token ids. With `num_output_tokens` that many tokens
+    at the end of the prompt are output which the request got before a failure; `params` are those it had then.
 
     Raises:
         InvalidArgumentError: names the field, the value and the limit.
@@ -133,6 +139,9 @@ def _bad_word_ids(words: Sequence[str], model: ServedModel) -> tuple[tuple[int, 
             ids = tuple(_encode(model.tokenizer, "bad_words", text, add_special_tokens=False))
             if any(token >= model.vocab_size for token in ids):
                 raise InvalidArgumentError("bad_words", word, f"words of the model's {model.vocab_size} tokens")
+            if len(ids) > MAX_BAD_WORD_TOKENS:
+                limit = f"words of at most {MAX_BAD_WORD_TOKENS} tokens, where this one has {len(ids)}"
+                raise InvalidArgumentError("bad_words", word, limit)
             if ids:
                 spellings[ids] = None
     return tuple(spellings)

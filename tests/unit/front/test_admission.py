@@ -152,6 +152,13 @@ def test_bad_words_must_be_words_of_the_model() -> None:
     assert "100 tokens" in str(error)
 
 
+def test_a_bad_word_has_a_length() -> None:
+    assert build(bad_words=["x" * 63])[0].bad_words == (tuple(b"x" * 63), tuple(b" " + b"x" * 63))
+    error = refusal(bad_words=["ok", "x" * 64])
+    assert error.field == "bad_words"
+    assert error.expected == "words of at most 64 tokens, where this one has 65"
+
+
 def test_text_that_is_no_text_is_refused() -> None:
     assert refusal(bad_words=["a\ud800"]).field == "bad_words"
     with pytest.raises(InvalidArgumentError, match=r"prompt = .*surrogates"):
