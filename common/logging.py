@@ -9,7 +9,9 @@ format. An event is a short constant sentence; whatever varies is a keyword:
 
 import json
 import logging
+import os
 import sys
+from collections.abc import Callable
 from typing import TextIO
 
 import structlog
@@ -26,6 +28,7 @@ _LEVELS: dict[str, int] = {
     "error": logging.ERROR,
     "critical": logging.CRITICAL,
 }
+_STDERR = 2
 _FORMATS = ("auto", "console", "json")
 
 # Applied to every record, whether it began in structlog or in the standard library.
@@ -40,7 +43,40 @@ _ENRICH: tuple[Processor, ...] = (
 
 
 class _OutriderHandler(logging.StreamHandler[TextIO]):
-    """A type of its own, so that a second call replaces our handler and leaves those of others alone."""
+    """Writes records, and drops what cannot be written: a full disk costs records and nothing else.
+
+    Each record is one write to the file descriptor, where the stream is standard error: records of several processes do
+    not mix, and nothing is left in a buffer for the end of the process to fail on.
+    """
+
+    num_dropped = 0
+    """Records that could not be written since one could."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = self.format(record)
+            if self.num_dropped:
+                text = f"{_lost(self.num_dropped, self.format)}\n{text}"
+            self._write(text + "\n")
+            self.num_dropped = 0
+        except OSError:
+            self.num_dropped += 1
+        except Exception:
+            self.handleError(record)
+
+    def _write(self, text: str) -> None:
+        if self.stream is not sys.__stderr__:
+            self.stream.write(text)
+            self.stream.flush()
+            return
+        data = memoryview(text.encode(errors="backslashreplace"))
+        while data:
+            data = data[os.write(_STDERR, data) :]
+
+
+def _lost(count: int, render: Callable[[logging.LogRecord], str]) -> str:
+    text = "%d records before this one could not be written"
+    return render(logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, (count,), None))
 
 
 def configure_logging(level: str = "info", fmt: str = "auto", stream: TextIO | None = None) -> None:

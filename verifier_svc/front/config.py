@@ -40,6 +40,12 @@ class VerifierConfig(EngineConfig):
     """Seconds after which a request ends with DEADLINE_EXCEEDED, whatever its own deadline is."""
     shutdown_timeout: float = Field(default=30.0, ge=0.0)
     """Seconds that requests which have started may take to finish after SIGTERM."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus metrics, at /metrics; 0 takes a free one; without it there is none."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address of the Prometheus metrics; everybody who reaches it can read them."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans go, http://HOST:PORT of a collector (OTLP over gRPC); needs the extra otel."""
     max_message_bytes: Bytes = Field(default=64 << 20, ge=1 << 10, lt=1 << 31)
     """Largest gRPC message; '64M' is understood."""
     max_connections: int = Field(default=1024, ge=1)
@@ -54,6 +60,11 @@ class VerifierConfig(EngineConfig):
             raise InvalidArgumentError(missing, None, "a file: --tls-cert and --tls-key go together")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise InvalidArgumentError("tls_cert", None, "a file, as --tls-client-ca needs TLS")
+
+    @property
+    def name(self) -> str:
+        """What clients know the model by."""
+        return self.served_model_name or self.model
 
     @property
     def engine_options(self) -> dict[str, Any]:

@@ -12,7 +12,8 @@ import msgspec
 
 from common.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from common.logging import get_logger
-from common.types import Request
+from common.types import FinishReason, Request
+from verifier_svc.front.metrics import ERROR, FrontMetrics, OutputTimes
 from verifier_svc.messages import (
     AbortRequest,
     AddRequest,
@@ -76,7 +77,7 @@ class EngineClient(asyncio.Protocol):
         self._flushes: dict[int, asyncio.Future[bool]] = {}
         self._capacity = capacity
         self.failure: OutriderError | None = None
-        self.load = EngineLoad()
+        self.metrics = FrontMetrics()
         self.last_report_s = self._loop.time()
 
     # -- life ----------------------------------------------------------------------------------------------------
@@ -117,16 +118,23 @@ class EngineClient(asyncio.Protocol):
         if self._transport is not None and self._transport.get_write_buffer_size() > self._max_unsent_bytes:
             raise ResourceExhaustedError("the engine has not taken the requests before this one yet")
 
-    def add(self, request: Request, sink: OutputSink) -> int:
-        """Ask for an output; `sink` hears of it. Returns the key that `abort` wants."""
+    @property
+    def load(self) -> EngineLoad:
+        """Of the last report."""
+        return self.metrics.load
+
+    def add(self, request: Request, sink: OutputSink, times: OutputTimes) -> int:
+        """Ask for an output; `sink` hears of it, and `times` are filled in. Returns the key that `abort` wants."""
         key = next(self._keys)
         self._sinks[key] = sink
+        self.metrics.added(key, times)
         self._send(AddRequest.of(key, request))
         return key
 
-    def abort(self, key: int) -> None:
+    def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """The sink hears nothing more. An output that has ended is none to abort."""
         if self._sinks.pop(key, None) is not None:
+            self.metrics.finished(key, str(reason))
             self._send(AbortRequest(key))
 
     async def flush_cache(self) -> bool:
@@ -184,7 +192,7 @@ class EngineClient(asyncio.Protocol):
             self._lose(error_of(message.status, message.message))
 
     def _take_report(self, report: Report) -> None:
-        self.load = report.load
+        self.metrics.report(report)
         self.last_report_s = self._loop.time()
         sinks = self._sinks
         for update in report.updates:
@@ -195,6 +203,7 @@ class EngineClient(asyncio.Protocol):
         for rejected in report.rejected:
             sink = sinks.pop(rejected.key, None)
             if sink is not None:
+                self.metrics.finished(rejected.key, ERROR)
                 sink.fail(error_of(rejected.status, rejected.message))
         for result in report.flushed:
             future = self._flushes.get(result.call)
@@ -211,7 +220,8 @@ class EngineClient(asyncio.Protocol):
             self._ready.set_exception(error)
             self._ready.exception()  # seen, also where nobody waits for it any more
         sinks, self._sinks = self._sinks, {}
-        for sink in sinks.values():
+        for key, sink in sinks.items():
+            self.metrics.finished(key, ERROR)
             sink.fail(UnavailableError(str(error)))
         for future in self._flushes.values():
             if not future.done():

@@ -14,6 +14,7 @@ from common.errors import OutriderError
 from common.types import FinishReason, Request, TokenLogprobs
 from verifier_svc.front.conversion import input_logprobs, output_logprobs
 from verifier_svc.front.engine_client import EngineClient
+from verifier_svc.front.metrics import FrontMetrics, OutputTimes
 from verifier_svc.front.output_stream import OutputStream
 from verifier_svc.messages import OutputUpdate
 
@@ -28,6 +29,7 @@ class Output:
         request: as the engine runs it.
         tokenizer: for stop strings; nothing else needs text, which the interface does not carry.
         has_step_counts: tell which tokens of a chunk were draft tokens, step by step.
+        arrival_s: when the call came, on the clock of `FrontMetrics`.
         changed: set when there is something to send.
     """
 
@@ -37,11 +39,13 @@ class Output:
         request: Request,
         tokenizer: Tokenizer | None,
         has_step_counts: bool,
+        arrival_s: float,
         changed: asyncio.Event,
     ) -> None:
         has_stop_strings = bool(request.params.stop)
         self.index = index
         self.key = 0
+        self.times = OutputTimes(request.prompt_len, arrival_s)
         self.stream = OutputStream(request, tokenizer if has_stop_strings else None)
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
@@ -59,7 +63,7 @@ class Output:
 
     def submit(self, engine: EngineClient) -> None:
         self._engine = engine
-        self.key = engine.add(self.stream.request, self)
+        self.key = engine.add(self.stream.request, self, self.times)
 
     # -- OutputSink ----------------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class Output:
 
     def _abort_in_engine(self) -> None:
         if self._engine is not None:
-            self._engine.abort(self.key)
+            self._engine.abort(self.key, self.stream.finish_reason or FinishReason.ABORT)
 
 
 class Generation:
@@ -192,13 +196,23 @@ class Generation:
         requests: the outputs to make.
         tokenizer: of the model.
         has_step_counts: tell which tokens of a chunk were draft tokens, step by step.
+        arrival_s: when the call came, on the clock of `FrontMetrics`; None: now.
     """
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer | None, has_step_counts: bool = False) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer | None,
+        has_step_counts: bool = False,
+        arrival_s: float | None = None,
+    ) -> None:
+        if arrival_s is None:
+            arrival_s = FrontMetrics.clock()
         self._changed = asyncio.Event()
         self._failure: OutriderError | None = None
         self.outputs = [
-            Output(index, request, tokenizer, has_step_counts, self._changed) for index, request in enumerate(requests)
+            Output(index, request, tokenizer, has_step_counts, arrival_s, self._changed)
+            for index, request in enumerate(requests)
         ]
 
     @property

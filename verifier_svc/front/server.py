@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
@@ -20,8 +21,9 @@ from grpc_reflection.v1alpha import reflection
 from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
 from tokenizers import Tokenizer
 
-from common.errors import UnavailableError
+from common.errors import InvalidArgumentError, UnavailableError
 from common.logging import get_logger
+from common.metrics import MetricsServer
 from common.rpc.interceptors import OPEN_METHODS
 from common.rpc.server import build_server, listen_tcp, listen_uds, read_api_keys
 from verifier_svc.front.admission import ServedModel
@@ -29,7 +31,11 @@ from verifier_svc.front.config import VerifierConfig
 from verifier_svc.front.engine_client import EngineClient
 from verifier_svc.front.model_files import build_tokenizer_archive, read_model_config
 from verifier_svc.front.servicer import Served, VllmEngineServicer
+from verifier_svc.front.stats_log import StatsLog
 from verifier_svc.messages import ServedFacts, Start
+
+if TYPE_CHECKING:
+    from verifier_svc.front.tracing import RequestTracer
 
 SERVICE_NAME = str(vllm_engine_pb2.DESCRIPTOR.services_by_name["VllmEngine"].full_name)
 
@@ -68,12 +74,15 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
     signals = _Signals()
     lost = asyncio.Event()
     engine = EngineClient(lambda error: lost.set(), config.capacity)
-    servicer = VllmEngineServicer(engine, config.request_timeout, options.version)
+    tracer = _build_tracer(config, options.version)
+    servicer = VllmEngineServicer(engine, config.request_timeout, options.version, tracer)
     health_servicer = HealthServicer()
     server = _build(config, servicer, health_servicer)
     address = f"{config.host}:{listen_tcp(server, config.host, config.port, config.tls)}"
     if config.uds is not None:
         listen_uds(server, config.uds)
+    metrics_server = _serve_metrics(config, engine)
+    stats_log = asyncio.create_task(StatsLog(engine.metrics, logger).run())
     await health_servicer.set("", _SERVING)
     await health_servicer.set(SERVICE_NAME, _NOT_SERVING)
     process, sock = _start_engine(options.engine_command)
@@ -83,7 +92,9 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
         ready = asyncio.ensure_future(engine.ready())
         await _first(ready, signals.wait())
         if ready.done():
-            servicer.set_ready(_served(config, ready.result()))
+            served = _served(config, ready.result())
+            engine.metrics.num_speculative_tokens = served.facts.num_speculative_tokens
+            servicer.set_ready(served)
             await health_servicer.set(SERVICE_NAME, _SERVING)
             announce(address)
             await _first(lost.wait(), signals.wait())
@@ -102,6 +113,11 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
         if not servicer.has_loaded:
             process.kill()  # a load has nothing to lose, and may take minutes to look at the link again
         await _end(process)
+        stats_log.cancel()
+        if metrics_server is not None:
+            await asyncio.to_thread(metrics_server.close)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
         if config.uds is not None:
             config.uds.unlink(missing_ok=True)
 
@@ -156,12 +172,33 @@ def _served(config: VerifierConfig, facts: ServedFacts) -> Served:
             num_speculative_tokens=facts.num_speculative_tokens,
             tokenizer=tokenizer,
         ),
-        name=config.served_model_name or config.model,
+        name=config.name,
         path=str(directory.resolve()),
         model_config=read_model_config(directory),
         tokenizer_archive=archive,
         max_text_bytes=facts.max_model_len * longest,
     )
+
+
+def _serve_metrics(config: VerifierConfig, engine: EngineClient) -> MetricsServer | None:
+    engine.metrics.model_name = config.name
+    if config.metrics_port is None:
+        return None
+    server = MetricsServer(config.metrics_host, config.metrics_port, engine.metrics)
+    logger.info("metrics", url=f"http://{server.address}/metrics")
+    return server
+
+
+def _build_tracer(config: VerifierConfig, version: str) -> RequestTracer | None:
+    endpoint = config.otlp_endpoint
+    if endpoint is None:
+        return None
+    try:
+        from verifier_svc.front.tracing import build_tracer
+    except ImportError as error:
+        expected = f"the extra otel to be installed, as in pip install 'outrider[otel]' ({error.name} is missing)"
+        raise InvalidArgumentError("otlp_endpoint", endpoint, expected) from None
+    return build_tracer(endpoint, config.name, version)
 
 
 def _start_engine(command: tuple[str, ...]) -> tuple[subprocess.Popen[bytes], socket.socket]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc.aio
+import structlog
 from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
@@ -24,11 +24,21 @@ from common.errors import (
 )
 from common.logging import get_logger
 from verifier_svc.front.admission import ServedModel, build_requests
-from verifier_svc.front.conversion import Wishes, check_supported, request_id_of, to_sampling_params, truncated
+from verifier_svc.front.conversion import (
+    MAX_REQUEST_ID_LENGTH,
+    Wishes,
+    check_supported,
+    request_id_of,
+    to_sampling_params,
+    truncated,
+)
 from verifier_svc.front.engine_client import EngineClient
 from verifier_svc.front.generation import Generation
 from verifier_svc.front.model_files import TokenizerArchive
 from verifier_svc.messages import ServedFacts
+
+if TYPE_CHECKING:  # what it imports is there with the extra otel only
+    from verifier_svc.front.tracing import RequestTracer
 
 _CHUNK_BYTES = 512 << 10
 
@@ -36,7 +46,6 @@ _CHUNK_BYTES = 512 << 10
 _LONG_TEXT = 8 << 10
 
 _FLUSH_POLL_S = 0.05
-_THROUGHPUT_WINDOW_S = 10.0
 
 logger = get_logger(__name__)
 
@@ -65,10 +74,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         engine: link to the engine process.
         request_timeout_s: of a Generate call, whatever its own deadline is.
         version: of this server.
+        tracer: hears of every call; None: nobody does.
     """
 
-    def __init__(self, engine: EngineClient, request_timeout_s: float, version: str) -> None:
+    def __init__(
+        self, engine: EngineClient, request_timeout_s: float, version: str, tracer: RequestTracer | None = None
+    ) -> None:
         self._engine = engine
+        self._tracer = tracer
         self._request_timeout_s = request_timeout_s
         self._version = version
         self._served: Served | None = None
@@ -78,7 +91,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._idle.set()
         self._started_s = time.monotonic()
         self._last_receive_s = 0.0
-        self._token_counts: deque[tuple[float, int]] = deque()  # (time, tokens) of the last seconds
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -114,12 +126,27 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     # -- Generate ------------------------------------------------------------------------------------------------
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:  # noqa: N802
-        self._last_receive_s = time.time()
+        start_s = self._last_receive_s = time.time()
+        request_id = request.request_id[:MAX_REQUEST_ID_LENGTH]
+        structlog.contextvars.bind_contextvars(request_id=request_id)  # in this call's records, whoever makes them
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        generation: Generation | None = None
+        try:
+            wishes = Wishes.of(metadata)
+            generation = await self._accept(request, wishes)
+            logger.debug("request accepted", num_outputs=len(generation.outputs))
+            await self._run(request, generation, wishes, context)
+        except BaseException as error:
+            self._ended(request_id, metadata, generation, start_s, error)
+            raise
+        self._ended(request_id, metadata, generation, start_s, None)
+
+    async def _accept(self, request: pb.GenerateRequest, wishes: Wishes) -> Generation:
+        """Raises where the request cannot be served."""
+        arrival_s = self._engine.metrics.clock()
         served = self._check_ready()
         request_id = request_id_of(request)
         check_supported(request)
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
-        wishes = Wishes.of(metadata)
         params = to_sampling_params(request.sampling_params, wishes)
         prompt = await self._prompt_of(request, served)
         prompt = truncated(prompt, request.sampling_params, served.model.max_model_len)
@@ -127,7 +154,12 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._check_ready()  # again: a long prompt was tokenized meanwhile
         if request_id in self._generations:
             raise InvalidArgumentError("request_id", request_id, "an id that no running request has")
-        generation = Generation(requests, served.model.tokenizer, wishes.has_step_counts)
+        return Generation(requests, served.model.tokenizer, wishes.has_step_counts, arrival_s)
+
+    async def _run(
+        self, request: pb.GenerateRequest, generation: Generation, wishes: Wishes, context: _Context
+    ) -> None:
+        request_id = request.request_id
         self._generations[request_id] = generation
         self._idle.clear()
         try:
@@ -147,10 +179,25 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             async with asyncio.timeout(self._request_timeout_s):
                 while responses := await generation.next_responses(stream):
                     for response in responses:
-                        self._count(response)
                         await context.write(response)
         except TimeoutError:
             raise RequestTimeoutError(f"the request took longer than {self._request_timeout_s:g} s") from None
+
+    def _ended(
+        self,
+        request_id: str,
+        metadata: Mapping[str, str],
+        generation: Generation | None,
+        start_s: float,
+        error: BaseException | None,
+    ) -> None:
+        if isinstance(error, Exception):
+            logger.debug("request failed", error=type(error).__name__)
+        elif generation is not None:
+            num_tokens = sum(len(output.stream.token_ids) for output in generation.outputs)
+            logger.debug("request finished" if error is None else "request left", num_tokens=num_tokens)
+        if self._tracer is not None:
+            self._tracer.record(request_id, metadata, generation, start_s, error)
 
     async def _prompt_of(self, request: pb.GenerateRequest, served: Served) -> list[int]:
         kind = request.WhichOneof("input")
@@ -237,7 +284,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             num_used_tokens=round(load.kv_cache_usage * facts.num_kv_cache_tokens),
             max_total_num_tokens=facts.num_kv_cache_tokens,
             token_usage=load.kv_cache_usage,
-            gen_throughput=self._throughput(),
+            gen_throughput=self._engine.metrics.generation_tokens_per_s,
             cache_hit_rate=hit_rate,
             utilization=load.num_running / facts.max_num_seqs,
             max_running_requests=facts.max_num_seqs,
@@ -304,22 +351,6 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         if self._served is None:
             raise UnavailableError("the model is loading")
         return self._served
-
-    def _count(self, response: pb.GenerateResponse) -> None:
-        now = time.monotonic()
-        is_chunk = response.HasField("chunk")
-        num_tokens = len(response.chunk.token_ids) if is_chunk else 0
-        if num_tokens:
-            counts = self._token_counts
-            counts.append((now, num_tokens))
-            while counts and counts[0][0] < now - _THROUGHPUT_WINDOW_S:
-                counts.popleft()
-
-    def _throughput(self) -> float:
-        """Tokens a second over the last seconds."""
-        now = time.monotonic()
-        recent = sum(count for moment, count in self._token_counts if moment >= now - _THROUGHPUT_WINDOW_S)
-        return recent / _THROUGHPUT_WINDOW_S
 
 
 def _token_id(config: dict[str, Any], name: str) -> int:
