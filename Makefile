@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-$(BACKEND)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format protos lock clean
+.PHONY: help setup demo test soak check format protos lock clean
 
 help: ## List the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1|\2/p' Makefile | while IFS='|' read -r target text; do \
@@ -25,6 +25,9 @@ demo: $(STAMP) ## Watch a model write code, with speculation off and on
 
 test: $(STAMP) ## Run the tests
 	@$(BIN)/python -m pytest
+
+soak: $(STAMP) ## Run 10,000 random schedules of each simulation
+	@$(BIN)/python -m pytest --num-seeds 10000 tests/property/test_draft_exchange.py tests/property/test_orchestrator.py
 
 check: $(STAMP) ## Check style, types and imports
 	@$(BIN)/ruff check --quiet

@@ -5,8 +5,8 @@ import os
 import hypothesis
 import pytest
 
-# torch reads these when it is first imported, and subprocesses of tests inherit them. One thread: the models of the tests
-# are too small to share, and on a busy machine two threads that wait for each other are 20 times slower than one.
+# torch reads these when it is first imported, and subprocesses of tests inherit them. One thread: the models of the
+# tests are too small to share, and on a busy machine two threads that wait for each other are 20 times slower than one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 # No test downloads a model or a tokenizer.
@@ -17,6 +17,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("search", deadline=None, max_examples=2000, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--num-seeds", type=int, help="random schedules of each simulation; `make soak` runs 10,000")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

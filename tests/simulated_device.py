@@ -1,15 +1,15 @@
 """A device made of dictionaries: runs step plans with random acceptance and checks every KV block it touches.
 
-The token of a request at a position is a pure function of (request, position), as sample-and-match promises, so the right
-stream is known beforehand. A KV slot holds a fingerprint of the whole prefix it was computed from: a slot that was
-overwritten, shared wrongly or never written shows at the next step that reads it.
+The token of a request at a position is a pure function of (request, position), as sample-and-match promises, so the
+right stream is known beforehand. A KV slot holds a fingerprint of the whole prefix it was computed from: a slot that
+was overwritten, shared wrongly or never written shows at the next step that reads it.
 """
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from common.types import FinishReason, Request, TokenLogprobs
@@ -74,6 +74,7 @@ class SimulatedDevice:
             row.blocks[append.start :] = append.block_ids
         # Every row's KV is written before any row reads: a prompt may share a block that this very step fills.
         starts = [self._write(planned) for planned in plan.rows]
+        self._draft(plan.rows, starts)
         return StepOutcome(plan.step_id, [self._settle(*args) for args in zip(plan.rows, starts, strict=True)])
 
     def _write(self, planned: PlannedRow) -> int:
@@ -96,18 +97,29 @@ class SimulatedDevice:
         if end < len(row.tokens):
             row.num_computed = end
             return RowOutcome(planned.row, planned.generation, [], 0, 0, None, None, prompt_logprobs)
-        num_draft = min(planned.max_draft_tokens, row.request.max_len - len(row.tokens) - 1)
-        num_draft = self.rng.randint(0, num_draft) if num_draft > 0 else 0
+        drafts = self._drafts_of(row, planned)
+        num_draft = len(drafts)
         accepted = 0
-        while accepted < num_draft and self.rng.random() < self.accept:
+        while accepted < num_draft and drafts[accepted] == true_token(row.request, len(row.tokens) + accepted):
             accepted += 1
-        drafts = [true_token(row.request, len(row.tokens) + j) if j < accepted else -7 for j in range(num_draft)]
         for j in range(num_draft):
             self._write_slot(row, len(row.tokens) + j, row.tokens + drafts[: j + 1])
         for position in range(end):
             slot = row.blocks[position // self.block_size], position % self.block_size
             assert self.kv.get(slot) == hash(tuple(row.tokens[: position + 1])), "KV of another prefix was read"
         return self._commit(row, planned, num_draft, accepted, prompt_logprobs)
+
+    def _draft(self, planned_rows: Sequence[PlannedRow], starts: Sequence[int]) -> None:
+        """Before the rows are settled one by one: for those who draft for all at once. `starts`: tokens with KV."""
+
+    def _drafts_of(self, row: DeviceRow, planned: PlannedRow) -> list[int]:
+        """Draft tokens of a row that samples; random ones here."""
+        limit = min(planned.max_draft_tokens, row.request.max_len - len(row.tokens) - 1)
+        num_draft = self.rng.randint(0, limit) if limit > 0 else 0
+        accepted = 0
+        while accepted < num_draft and self.rng.random() < self.accept:
+            accepted += 1
+        return [true_token(row.request, len(row.tokens) + j) if j < accepted else -7 for j in range(num_draft)]
 
     def _commit(
         self,
