@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from common.errors import InvalidArgumentError
 from outrider.client.flags import DEFAULT_ADDRESS, add_connection_arguments, connection_options
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # gRPC is imported when the command runs, not when its help i
     from outrider.client.metrics_page import MetricsPage
     from outrider.client.monitor import Snapshot
 
+_FILE_WIDTH = 200
 _NOTHING = "-"
 _GENERATED = "vllm:generation_tokens"
 _DRAFTS = "vllm:spec_decode_num_drafts"
@@ -25,9 +28,11 @@ _DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens"
 _ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 _ACCEPTED_PER_POS = "vllm:spec_decode_num_accepted_tokens_per_pos"
 _DRAFTER_UP = "outrider_drafter_up"
-_DRAFTER_DRAFT_TOKENS = "outrider_draft_tokens"
-_DRAFTER_ACCEPTED = "outrider_accepted_tokens"
-_TRANSPORT = "outrider_draft_transport"
+_DRAFTER_HUNG = "outrider_drafter_hung"
+_DRAFTER_DRAFT_TOKENS = "outrider_drafter_draft_tokens"
+_DRAFTER_ACCEPTED = "outrider_drafter_accepted_tokens"
+_TRANSPORT = "outrider_draft_transport_in_use"
+_IN_PROCESS = "in-process"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +70,8 @@ async def _run(args: argparse.Namespace, options: dict[str, Any]) -> int:
         console = Console()
         snapshots = await monitor.poll()
         if args.once:
+            if not console.is_terminal:
+                console.width = max(console.width, _FILE_WIDTH)
             console.print(render(snapshots, []))
             return int(any(snapshot.failure is not None for snapshot in snapshots))
         earlier: Sequence[Snapshot] = []
@@ -98,14 +105,16 @@ def metrics_addresses(text: str, targets: Sequence[str]) -> dict[str, str]:
 
 
 def render(snapshots: Sequence[Snapshot], earlier: Sequence[Snapshot]) -> Group:
-    """Two tables; `earlier` gives the rates of what only counts up."""
+    """Two tables and what is wrong; `earlier` gives the rates of what only counts up."""
     before = {snapshot.address: snapshot for snapshot in earlier}
-    return Group(_load_table(snapshots, before), _draft_table(snapshots))
+    failures = [Text(f"{entry.address}: {entry.failure}", "red") for entry in snapshots if entry.failure is not None]
+    return Group(_load_table(snapshots, before), _draft_table(snapshots), *failures)
 
 
 def _load_table(snapshots: Sequence[Snapshot], before: dict[str, Snapshot]) -> Table:
     table = Table(title="Verifiers", title_justify="left")
-    for name in ("address", "state", "model", "up for"):
+    table.add_column("address", overflow="fold")
+    for name in ("state", "model", "up for"):
         table.add_column(name)
     for name in ("running", "waiting", "KV cache", "prefix hits", "tokens/s"):
         table.add_column(name, justify="right")
@@ -121,7 +130,7 @@ def _load_table(snapshots: Sequence[Snapshot], before: dict[str, Snapshot]) -> T
         table.add_row(
             snapshot.address,
             "[yellow]paused[/]" if snapshot.info.is_paused else "[green]up[/]",
-            snapshot.model or _NOTHING,
+            escape(snapshot.model) or _NOTHING,
             _duration(snapshot.info.uptime_s),
             f"{running}/{num_rows}" if num_rows else str(running),
             str(sum(load.num_waiting for load in loads)) if loads else _NOTHING,
@@ -134,9 +143,10 @@ def _load_table(snapshots: Sequence[Snapshot], before: dict[str, Snapshot]) -> T
 
 def _draft_table(snapshots: Sequence[Snapshot]) -> Table:
     table = Table(title="Drafts", title_justify="left")
-    for name, justify in (("address", "left"), ("length", "right"), ("rate", "right"), ("by position", "left")):
-        table.add_column(name, justify="right" if justify == "right" else "left")
-    for name in ("by source", "drafters up", "transport"):
+    table.add_column("address", overflow="fold")
+    table.add_column("length", justify="right")
+    table.add_column("rate", justify="right")
+    for name in ("by position", "by source", "drafters up", "transport"):
         table.add_column(name)
     for snapshot in snapshots:
         page = snapshot.page
@@ -176,25 +186,32 @@ def _by_position(page: MetricsPage, num_drafts: float | None) -> str:
 
 
 def _by_source(page: MetricsPage) -> str:
-    drafted = page.by_label(_DRAFTER_DRAFT_TOKENS, "source")
-    accepted = page.by_label(_DRAFTER_ACCEPTED, "source")
+    """Acceptance rate of each drafter, and of what the verifier drafted itself: the rest of all drafts."""
+    drafted = page.by_label(_DRAFTER_DRAFT_TOKENS, "drafter")
+    accepted = page.by_label(_DRAFTER_ACCEPTED, "drafter")
+    rest = (page.total(_DRAFT_TOKENS) or 0.0) - sum(drafted.values())
+    if rest > 0:
+        drafted[_IN_PROCESS] = rest
+        accepted[_IN_PROCESS] = (page.total(_ACCEPTED) or 0.0) - sum(accepted.values())
     shares = [f"{source} {_share(_ratio(accepted.get(source, 0.0), count))}" for source, count in drafted.items()]
-    return ", ".join(shares) or _NOTHING
+    return escape(", ".join(shares)) or _NOTHING
 
 
 def _drafters(page: MetricsPage) -> str:
-    states = page.by_label(_DRAFTER_UP, "drafter")
-    if not states:
+    up, hung = page.by_label(_DRAFTER_UP, "drafter"), page.by_label(_DRAFTER_HUNG, "drafter")
+    if not up:
         return _NOTHING
-    num_up = sum(value > 0 for value in states.values())
-    text = f"{num_up}/{len(states)}"
-    down = [drafter for drafter, value in states.items() if value <= 0]
-    return f"{text} [red](down: {', '.join(down)})[/]" if down else text
+    bad = [f"{drafter} down" for drafter, value in up.items() if value <= 0]
+    bad += [f"{drafter} hangs" for drafter, value in hung.items() if value > 0 and up.get(drafter, 0) > 0]
+    text = f"{len(up) - len(bad)}/{len(up)}"
+    return f"{text} [red]({escape(', '.join(bad))})[/]" if bad else text
 
 
 def _transports(page: MetricsPage) -> str:
     in_use = [name for name, value in page.by_label(_TRANSPORT, "transport").items() if value > 0]
-    return ", ".join(in_use) or _NOTHING
+    if not in_use and page.total(_DRAFTS):
+        in_use = [_IN_PROCESS]
+    return escape(", ".join(in_use)) or _NOTHING
 
 
 def _ratio(part: float | None, whole: float | None) -> float | None:
