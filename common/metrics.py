@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from common.errors import InvalidArgumentError
 
 _SCRAPE_TIMEOUT_S = 10.0
+_POLL_S = 0.1  # how long `close` takes
 
 
 class Source(Protocol):
@@ -107,7 +108,9 @@ class MetricsServer:
             raise InvalidArgumentError("metrics_port", f"{host}:{port}", expected) from None
         self.port = int(self._server.server_port)
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="outrider-metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name="outrider-metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
