@@ -15,7 +15,8 @@ from common.model_identity import read_model_identity
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.drafting import DraftMethod, NoDraft
 from model_executor.kv_cache import KVCache, num_blocks_for
-from model_executor.models.registry import load_model
+from model_executor.models.config import load_model_config
+from model_executor.models.registry import load_model, resolve_dtype, resolve_max_model_len
 from model_executor.row_state import RowState
 from verifier_svc.drafts.builder import build_remote_drafts, build_verifier_hello
 from verifier_svc.drafts.grpc_transport import GrpcTransport
@@ -76,18 +77,22 @@ def build_local_engine(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
     device = torch.device(config.device)
-    decoder = load_model(config.model, config.dtype, device, config.max_model_len, progress)
-    max_model_len = decoder.max_model_len
-    num_blocks = num_blocks_for(config.kv_cache_memory, decoder.config, decoder.dtype, max_model_len)
+    # First what takes no time: a limit that does not fit is said before weights are read. And the tokenizer's loader
+    # reads config.json too: it would call a broken one a broken tokenizer.
+    model_config = load_model_config(config.model)
+    max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    dtype = resolve_dtype(config.dtype, model_config, device)
+    num_blocks = num_blocks_for(config.kv_cache_memory, model_config, dtype, max_model_len)
+    tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
+    decoder = load_model(config.model, config.dtype, device, max_model_len, progress)
     # No more blocks than all rows together can ever fill: a small model would only clear memory that nobody uses.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // BLOCK_SIZE) + 1)
-    kv_cache = KVCache(decoder.config, num_blocks, decoder.dtype, device)
+    kv_cache = KVCache(model_config, num_blocks, dtype, device)
     rows = RowState(config.max_num_seqs, max_model_len, BLOCK_SIZE, device)
-    sampling = SamplingState(config.max_num_seqs, decoder.config.vocab_size, device)
+    sampling = SamplingState(config.max_num_seqs, model_config.vocab_size, device)
     if draft_method is None:
-        draft_method = build_draft_method(config, decoder.config.vocab_size, max_model_len, device)
+        draft_method = build_draft_method(config, model_config.vocab_size, max_model_len, device)
     runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
     orchestrator = Orchestrator(
         BlockPool(num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
@@ -97,21 +102,21 @@ def build_local_engine(
     )
     depth = ASYNC_DEPTH if config.async_scheduling else 1
     served = ServedModel(
-        vocab_size=decoder.config.vocab_size,
+        vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
-        eos_token_ids=decoder.config.eos_token_ids,
+        eos_token_ids=model_config.eos_token_ids,
         num_speculative_tokens=0 if config.drafter == "none" else config.num_speculative_tokens,
         tokenizer=tokenizer,
     )
-    dtype = str(decoder.dtype).removeprefix("torch.")
+    dtype_name = str(dtype).removeprefix("torch.")
     get_logger(__name__).info(
         "engine ready",
         **config.model_dump(),
-        served_dtype=dtype,
+        served_dtype=dtype_name,
         served_max_model_len=max_model_len,
         num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype, draft_method)
+    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype_name, draft_method)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

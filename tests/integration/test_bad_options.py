@@ -61,6 +61,8 @@ def break_model(directory: Path, how: str) -> None:
         config.unlink()
     elif how == "broken config":
         config.write_text("{")
+    elif how == "config of wrong types":
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": "320"}))
     elif how == "architecture":
         config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["GPT2LMHeadModel"]}))
     elif how == "no weights":
@@ -77,8 +79,9 @@ def break_model(directory: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no config", "config.json"),
-        ("broken config", "config.json"),
+        ("no config", "holds no config.json: expected a Hugging Face model directory"),
+        ("broken config", "config.json cannot be read as JSON"),
+        ("config of wrong types", "config.json: transformers cannot read it: "),
         ("architecture", "'GPT2LMHeadModel' is not supported: expected one of LlamaForCausalLM"),
         ("no weights", "expected model.safetensors"),
         ("broken weights", "model.safetensors is not a readable safetensors file"),
@@ -94,6 +97,16 @@ def test_a_broken_model_directory(tiny_llama: Path, tmp_path: Path, how: str, me
         load(directory)
     assert message in str(caught.value)
     assert str(directory) in str(caught.value)
+
+
+def test_limits_are_checked_before_anything_is_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+    """A context of which not one row of positions would fit in memory, too."""
+    values = json.loads((tiny_llama / "config.json").read_text()) | {"max_position_embeddings": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(InvalidArgumentError, match=r"kv_cache_memory = .*max_model_len = 1000000000"):
+        load(tmp_path, max_model_len=None)
+    with pytest.raises(InvalidArgumentError, match=r"max_model_len = 2000000000: expected 1 to 1000000000"):
+        load(tmp_path, max_model_len=2 * 10**9)
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:
