@@ -190,6 +190,8 @@ async def serve_drafter(
     Returns:
         Exit status: 1 if the worker died.
     """
+    server = build_server(ServerLimits(max_message_bytes=4 * config.max_frame_tokens + (1 << 22)))
+    port = listen_tcp(server, config.host, config.port)  # before the seconds that the worker takes to start
     ours, theirs = socket.socketpair()
     process = multiprocessing.get_context("spawn").Process(
         target=worker, args=(theirs, config, log_level), name="outrider-draft-worker", daemon=True
@@ -199,7 +201,9 @@ async def serve_drafter(
     reader, writer = await asyncio.open_connection(sock=ours)
     try:
         await _wait_until_ready(reader)
-        return await _serve(config, WorkerLink(reader, writer), announce)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        link = WorkerLink(reader, writer)
+        return await serve_link(server, link, config.max_verifiers, lambda: announce(f"{host}:{port}"))
     finally:
         writer.close()
         process.join(_WORKER_STOP_S)
@@ -208,23 +212,22 @@ async def serve_drafter(
             process.join()
 
 
-async def _serve(config: DrafterConfig, link: WorkerLink, announce: Callable[[str], None]) -> int:
+async def serve_link(
+    server: grpc.aio.Server, link: WorkerLink, max_verifiers: int, announce: Callable[[], None]
+) -> int:
+    """Serve until SIGTERM, SIGINT or the end of the worker, which is status 1."""
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopped.set)
-    limits = ServerLimits(max_message_bytes=4 * config.max_frame_tokens + (1 << 22))
-    server = build_server(limits)
-    server.add_generic_rpc_handlers((DrafterServicer(link, config.max_verifiers).handlers(),))
+    server.add_generic_rpc_handlers((DrafterServicer(link, max_verifiers).handlers(),))
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     reflection.enable_server_reflection((SERVICE_NAME, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
-    port = listen_tcp(server, config.host, config.port)
     for name in ("", SERVICE_NAME):
         await health.set(name, health_pb2.HealthCheckResponse.SERVING)
     await server.start()
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    announce(f"{host}:{port}")
+    announce()
     waits = {asyncio.create_task(link.run()), asyncio.create_task(stopped.wait())}
     _, left = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     for task in left:

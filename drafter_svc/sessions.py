@@ -194,7 +194,9 @@ class VerifierSessions:
         starts = counts.cumsum() - counts
         columns = np.arange(len(tokens)) + np.repeat(np.array(base_lens) - starts, counts)  # [T]
         rows = self.pool.rows
-        rows.token_ids[to_device(np.repeat(pool_rows, counts), rows), to_device(columns, rows)] = to_device(tokens, rows)
+        rows.token_ids[to_device(np.repeat(pool_rows, counts), rows), to_device(columns, rows)] = to_device(
+            tokens, rows
+        )
         # A row that was committed to twice is written twice, with the same length.
         lengths = np.array([session.committed_len for session in sessions])
         rows.committed_len[to_device(pool_rows, rows)] = to_device(lengths, rows)
