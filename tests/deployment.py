@@ -25,7 +25,8 @@ _PROGRAMS = {
     "smg": (sys.executable, "-m", "smg"),
     "python": (sys.executable,),
 }
-_PORT_FLAGS = ("--port", "--health-check-port", "--prometheus-port")
+_PORT_FLAGS = ("--port", "--health-check-port", "--prometheus-port", "--metrics-port")
+_HOST_FLAGS = ("--host", "--prometheus-host", "--metrics-host")
 _PROBE_LIMIT_S = 10.0
 _PROBE_PAUSE_S = 0.2
 START_LIMIT_S = 90.0
@@ -110,7 +111,7 @@ def _on_this_machine(
         replaced = argument
         if flag in _PORT_FLAGS:
             replaced = str(ports[int(argument)])
-        elif flag in ("--host", "--prometheus-host"):
+        elif flag in _HOST_FLAGS:
             replaced = "127.0.0.1"
         else:
             for name, address in names.items():

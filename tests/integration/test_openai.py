@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import shutil
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -239,6 +240,16 @@ def test_requests_spread_over_the_verifiers_and_are_drafted_by_the_drafter(
     assert all(most[f"verifier {index}"] > 0 for index in range(2))
     assert most["drafter"] > 0
     assert most["streams"] == 2
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_verifiers_count_what_they_did(services: Services, index: int) -> None:
+    url = f"http://{services.verifiers[index].address(29001)}/metrics"
+    with urllib.request.urlopen(url, timeout=10) as page:
+        text = page.read().decode()
+    for name in ("vllm:generation_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"):
+        (value,) = re.findall(rf"^{name}(?:{{[^}}]*}})? (\S+)$", text, flags=re.MULTILINE)
+        assert float(value) > 0
 
 
 def test_nothing_is_left_of_requests_that_have_ended(services: Services) -> None:

@@ -78,6 +78,7 @@ def test_verifiers_take_their_command_line(name: str) -> None:
     assert isinstance(config, VerifierConfig)
     assert (config.host, config.port) == ("0.0.0.0", 50051)
     assert config.drafter == "grpc://drafter:50052"
+    assert (config.metrics_host, config.metrics_port) == ("127.0.0.1", 29001)
     assert seconds(SERVICES[name].values["stop_grace_period"]) > config.shutdown_timeout + 5
 
 
