@@ -24,6 +24,9 @@ _TOKENIZER_FILES = (
     "tokenizer_config.json",
     "vocab.json",
 )
+_ENGINE_TOKENIZER = "tokenizer.engine.json"
+"""The tokenizer as the engine uses it, for our own clients, where tokenizer.json alone says something else."""
+
 _FIXED_DATE = (1980, 1, 1, 0, 0, 0)
 
 
@@ -40,7 +43,7 @@ def build_tokenizer_archive(directory: Path, tokenizer_json: str) -> TokenizerAr
 
     Args:
         directory: of the model.
-        tokenizer_json: the fast tokenizer, for a directory that has it in another form only.
+        tokenizer_json: the fast tokenizer as transformers sets it up, with what the other files say of it.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -53,6 +56,9 @@ def build_tokenizer_archive(directory: Path, tokenizer_json: str) -> TokenizerAr
             else:
                 continue
             archive.writestr(zipfile.ZipInfo(name, _FIXED_DATE), content, zipfile.ZIP_DEFLATED)
+            if name == "tokenizer.json" and json.loads(content) != json.loads(tokenizer_json):
+                info = zipfile.ZipInfo(_ENGINE_TOKENIZER, _FIXED_DATE)
+                archive.writestr(info, tokenizer_json, zipfile.ZIP_DEFLATED)
     data = buffer.getvalue()
     return TokenizerArchive(data, hashlib.sha256(data).hexdigest())
 
