@@ -1,0 +1,209 @@
+"""Matrix product of a few rows, with the norm before it and what follows it in the same kernel.
+
+y = epilogue(rstd * (x @ w.T)), for at most `MAX_TOKENS` rows: the time is that of reading the weights once. The RMS
+norm costs nothing: the kernel that produced x has already multiplied it by the norm's weight and left the sum of squares
+of each of its column blocks, so that only a scale per row is left for the end. Likewise this kernel can leave the next
+norm's input and sums behind.
+
+Grid: one program for every BLOCK_N columns of y, all of K each; the weights stream through once (evict_first), x comes
+from the L2. Bytes: N * K weights, and N / BLOCK_N times x from the L2, which is why the rows are few.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Triton's launch syntax and its constexpr values have no types that pyright follows.
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class NormInput:
+    """An activation on its way through an RMS norm: what `rms_norm` would need one more pass for."""
+
+    scaled: Tensor  # [max_tokens, hidden] x * norm weight
+    square_sums: Tensor  # [num_parts, MAX_TOKENS] float32, sums of x**2 over column blocks
+    """A block that no kernel writes stays 0."""
+
+
+@triton.jit
+def _small_gemm_kernel(
+    x_ptr,  # [num_tokens, K]
+    w_ptr,  # [N, K], with SILU [2 * N, K]: gate, then up
+    bias_ptr,  # [N]
+    sums_in_ptr,  # [num_parts, BLOCK_M] float32
+    residual_ptr,  # [num_tokens, N]
+    y_ptr,  # [num_tokens, N]
+    next_weight_ptr,  # [N]
+    scaled_ptr,  # [num_tokens, N]
+    sums_out_ptr,  # [N // BLOCK_N, BLOCK_M] float32
+    num_tokens,
+    N,
+    num_parts,
+    eps,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_NEXT: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    block = tl.program_id(0).to(tl.int64)
+    columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    tokens = tl.arange(0, BLOCK_M)
+    inner = tl.arange(0, BLOCK_K)
+    is_token = tokens < num_tokens
+    w_tile = w_ptr + columns[:, None] * K + inner[None, :]
+    x_tile = x_ptr + tokens[None, :] * K + inner[:, None]
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        w = tl.load(w_tile + k, eviction_policy="evict_first")
+        x = tl.load(x_tile + k, mask=is_token[None, :], other=0.0)
+        acc = tl.dot(w, x, acc, input_precision="ieee")
+        if SILU:
+            w_up = tl.load(w_tile + N.to(tl.int64) * K + k, eviction_policy="evict_first")
+            acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+    if HAS_NORM:
+        parts = tl.arange(0, BLOCK_PARTS)
+        sums = tl.load(
+            sums_in_ptr + parts[:, None] * BLOCK_M + tokens[None, :], mask=parts[:, None] < num_parts, other=0.0
+        )
+        rstd = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)  # [BLOCK_M]
+        acc = acc * rstd[None, :]
+        acc_up = acc_up * rstd[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + columns)[:, None].to(tl.float32)
+    if SILU:
+        acc = acc * tl.sigmoid(acc) * acc_up
+    place = tokens[None, :] * N + columns[:, None]
+    if HAS_RESIDUAL:
+        acc += tl.load(residual_ptr + place, mask=is_token[None, :], other=0.0).to(tl.float32)
+    y = acc.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + place, y, mask=is_token[None, :])
+    if HAS_NEXT:
+        y = y.to(tl.float32)  # as the next kernel would have read it
+        weight = tl.load(next_weight_ptr + columns).to(tl.float32)
+        tl.store(scaled_ptr + place, (y * weight[:, None]).to(scaled_ptr.dtype.element_ty), mask=is_token[None, :])
+        tl.store(sums_out_ptr + block * BLOCK_M + tokens, tl.sum(y * y, axis=0))
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiles:
+    """How one product is cut: columns and inner elements of a tile, warps and pipeline stages of a program."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(num_columns: int, silu: bool) -> GemmTiles:
+    """Best of ten ways each, measured on an H200 with the shapes of an 8B Llama and 1 to 16 rows."""
+    if silu:
+        return GemmTiles(64, 128, 4, 3)
+    if num_columns > 65536:
+        return GemmTiles(128, 128, 8, 3)
+    return GemmTiles(16, 256, 2, 6) if num_columns <= 4096 else GemmTiles(32, 128, 2, 6)
+
+
+def small_gemm(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    square_sums: Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: Tensor | None = None,
+    next_weight: Tensor | None = None,
+    next_input: NormInput | None = None,
+    tiles: GemmTiles | None = None,
+) -> None:
+    """out = epilogue(x @ weight.T); see the module.
+
+    Args:
+        x: [num_tokens, K], at most MAX_TOKENS rows. With `square_sums` it is `NormInput.scaled`.
+        weight: [N, K]; with `silu` [2 * N, K], gate above up.
+        out: [num_tokens, N], written.
+        bias: [N].
+        square_sums: `NormInput.square_sums` of the norm before this product, with its `eps`.
+        silu: out = silu(gate) * up.
+        residual: [num_tokens, N], added; may be `out`.
+        next_weight: [N], weight of the norm that follows.
+        next_input: filled for that norm.
+        tiles: None: measured ones.
+    """
+    num_tokens, inner = x.shape
+    columns = out.shape[1]
+    tiles = tiles or tiles_for(columns, silu)
+    num_parts = 0 if square_sums is None else square_sums.shape[0]
+    _small_gemm_kernel[(triton.cdiv(columns, tiles.block_n),)](
+        x,
+        weight,
+        bias if bias is not None else x,
+        square_sums if square_sums is not None else x,
+        residual if residual is not None else x,
+        out,
+        next_weight if next_weight is not None else x,
+        next_input.scaled if next_input is not None else x,
+        next_input.square_sums if next_input is not None else x,
+        num_tokens,
+        columns,
+        num_parts,
+        eps,
+        K=inner,
+        BLOCK_M=MAX_TOKENS,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        BLOCK_PARTS=triton.next_power_of_2(max(num_parts, 1)),
+        HAS_BIAS=bias is not None,
+        HAS_NORM=square_sums is not None,
+        HAS_RESIDUAL=residual is not None,
+        HAS_NEXT=next_input is not None,
+        SILU=silu,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+def small_gemm_ref(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    eps: float = 0.0,
+    silu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The same in float64, with the norm spelt out. x is the norm's input here. [num_tokens, N] float64."""
+    x = x.double()
+    if norm_weight is not None:
+        x = F.rms_norm(x, (x.shape[-1],), norm_weight.double(), eps)
+    y = F.linear(x, weight.double(), None if bias is None else bias.double())
+    if silu:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else y + residual.double()
+
+
+def make_norm_input(num_columns: int, dtype: torch.dtype, device: torch.device) -> NormInput:
+    """Buffers that `small_gemm` fills for a norm over `num_columns`."""
+    parts = triton.cdiv(num_columns, tiles_for(num_columns, silu=False).block_n)
+    return NormInput(
+        scaled=torch.zeros(MAX_TOKENS, num_columns, dtype=dtype, device=device),
+        square_sums=torch.zeros(parts, MAX_TOKENS, dtype=torch.float32, device=device),
+    )
