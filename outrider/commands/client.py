@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -57,6 +58,14 @@ def run(args: argparse.Namespace) -> int:
         num_speculative_tokens=args.num_speculative_tokens,
     )
     prompt = _read_prompt(args.prompt)
+    try:
+        return _print_stream(args, options, prompt, params)
+    except BrokenPipeError:  # whoever read the text has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 0
+
+
+def _print_stream(args: argparse.Namespace, options: dict[str, Any], prompt: str, params: SamplingParams) -> int:
     from outrider.client.sync_client import Client
 
     stats = DraftStats()

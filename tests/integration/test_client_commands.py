@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from outrider.client.monitor import Snapshot
 from outrider.commands.top import metrics_addresses, render
 from tests.fake_engine_server import FakeServer, Fault, expected_outputs, start_server
 
+ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "once upon"
 PARAMS = SamplingParams(seed=3, max_tokens=40)
 (EXPECTED,) = expected_outputs(list(PROMPT.encode()), PARAMS)
@@ -81,6 +83,24 @@ def test_what_goes_wrong_is_one_line(server: FakeServer, capsys: pytest.CaptureF
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 5
     assert all(line.startswith("outrider: ") for line in lines)
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(server: FakeServer) -> None:
+    server.engine.delay_s = 0.01
+    code = "import sys; from outrider.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "client", "--address", server.address, "--prompt", PROMPT, "--no-stats"]
+    with subprocess.Popen(
+        [*command, "--seed", "3"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(1)
+        process.stdout.close()
+        try:
+            assert process.wait(20) == 0
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
 
 
 def test_the_key_is_sent(server: FakeServer, tmp_path: Path) -> None:
