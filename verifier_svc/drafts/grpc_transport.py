@@ -80,7 +80,8 @@ class GrpcTransport:
         self._call: Any = None
         self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self._closed = threading.Event()
-        self._refusal = ""
+        self.last_error = ""
+        """Why the last session ended, or could not begin."""
         self.num_malformed_frames = 0
         self._thread = threading.Thread(target=self._run, name=f"outrider-draft-{address}", daemon=True)
         self._thread.start()
@@ -153,9 +154,9 @@ class GrpcTransport:
                 break
             had_session = self._num_sessions > num_sessions
             backoff = MIN_BACKOFF_S if had_session else min(backoff * 2, MAX_BACKOFF_S)
-            if had_session or reason != self._refusal:  # once, and not at every try
+            if had_session or reason != self.last_error:  # once, and not at every try
                 logger.warning("drafter is not there", drafter=self._address, reason=reason)
-            self._refusal = reason
+            self.last_error = reason
             # Many verifiers that lost the same drafter do not come back all at once.
             self._closed.wait(backoff * random.uniform(0.5, 1.5))
 
@@ -178,7 +179,8 @@ class GrpcTransport:
             timer.cancel()
             if first is None:
                 return
-            hello = decode_drafter_frame(first, 0)
+            max_frame_tokens = self._hello.branch_len * self._hello.branch_budget * self._hello.max_rows
+            hello = decode_drafter_frame(first, max_frame_tokens)
             if not isinstance(hello, DrafterHello):
                 raise DraftCodecError("hello_ack: expected it in the first frame")
             if hello.protocol_version != self._hello.protocol_version:
@@ -190,7 +192,7 @@ class GrpcTransport:
                 "drafter is there", drafter=self._address, method=hello.method, incarnation=hello.incarnation_id
             )
             self._session = TransportSession(number, hello)
-            self._receive(frames, number, self._hello.branch_len * self._hello.branch_budget * self._hello.max_rows)
+            self._receive(frames, number, max_frame_tokens)
         finally:
             self._session = None
             if timer is not None:
