@@ -88,7 +88,7 @@ class EngineConfig(BaseModel):
     """Plan step N+1 before the outcome of step N is known."""
     skip_tokenizer_init: bool = False
     """Token ids in and out; no text, no stop strings."""
-    num_threads: int | None = Field(default=None, ge=1)
+    num_threads: int | None = Field(default=None, ge=1, le=1024)
     """CPU threads of the forward pass; None: torch's default."""
 
     def __init__(self, **values: Any) -> None:
@@ -99,6 +99,9 @@ class EngineConfig(BaseModel):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             limit = f"at most prompt_lookup_max = {self.prompt_lookup_max}"
             raise InvalidArgumentError("prompt_lookup_min", self.prompt_lookup_min, limit)
+        if self.max_num_batched_tokens < self.max_num_seqs:  # said before a model is loaded
+            limit = f"at least max_num_seqs = {self.max_num_seqs}"
+            raise InvalidArgumentError("max_num_batched_tokens", self.max_num_batched_tokens, limit)
 
     @property
     def drafter_addresses(self) -> tuple[str, ...]:

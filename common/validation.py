@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -20,5 +21,5 @@ def to_outrider_error(error: ValidationError, model: type[BaseModel], values: di
         return UnknownOptionError(field, model.model_fields)
     if first["type"] == "missing":
         return InvalidArgumentError(field, None, "a value")
-    expected = first["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
+    expected = re.sub(r"^(Input should be |\w+ should have |Value error, )", "", first["msg"])
     return InvalidArgumentError(field, first["input"], expected)
