@@ -27,7 +27,7 @@ class DraftMethod(Protocol):
         ...
 
     def observe(self, update: SessionUpdate) -> None:
-        """What happened to the rows, once a step, after its commit. A method that reads the row state needs none of it."""
+        """What happened to the rows, once a step, after its commit. Whoever reads the row state needs none of it."""
         ...
 
     def close(self) -> None:

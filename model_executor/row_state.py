@@ -3,8 +3,8 @@
 A request keeps one row for life. The host stages new rows and block appends; everything else (tokens, lengths, finished
 flags) is written by the step itself, so that step N+1 can run before the host knows the outcome of step N.
 
-R = max_num_seqs. A draft token is written to `token_ids` behind the committed ones before it is verified: whatever stands
-at or beyond `committed_len` is a claim, never a committed token.
+R = max_num_seqs. A draft token is written to `token_ids` behind the committed ones before it is verified: whatever
+stands at or beyond `committed_len` is a claim, never a committed token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 
 class RowState:

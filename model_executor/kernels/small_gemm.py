@@ -1,8 +1,8 @@
 """Matrix product of a few rows, with the norm before it and what follows it in the same kernel.
 
 y = epilogue(rstd * (x @ w.T)), for at most `MAX_TOKENS` rows: the time is that of reading the weights once. The RMS
-norm costs nothing: the kernel that produced x has already multiplied it by the norm's weight and left the sum of squares
-of each of its column blocks, so that only a scale per row is left for the end. Likewise this kernel can leave the next
+norm costs nothing: the kernel that made x has already multiplied it by the norm's weight and left the sum of squares of
+each of its column blocks, so that only a scale per row is left for the end. Likewise this kernel can leave the next
 norm's input and sums behind.
 
 Grid: one program for every BLOCK_N columns of y, all of K each; the weights stream through once (evict_first), x comes

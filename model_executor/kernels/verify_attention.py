@@ -1,10 +1,10 @@
 """Paged attention of decode and verify rows: rotation, KV write and attention in one kernel.
 
 A program owns (request, KV head, split of the context). Its tile packs the request's query tokens and the heads that
-share the KV head: 4 tokens of a group of 4 are one 16-row tensor-core tile. KV of the context streams from the cache; KV
-of the query tokens themselves comes straight from the projection, is rotated and attended to by the last split, which
-also writes it to the cache. The last program of a (request, KV head) to finish joins the splits in their order, so that the result
-does not depend on which one that is.
+share the KV head: 4 tokens of a group of 4 are one 16-row tensor-core tile. KV of the context streams from the cache;
+KV of the query tokens themselves comes straight from the projection, is rotated and attended to by the last split,
+which also writes it to the cache. The last program of a (request, KV head) to finish joins the splits in their order:
+the result does not depend on which one that is.
 
 Grid: num_reqs x num_kv_heads x num_splits. Bytes: the KV of every request, once.
 Splits with a running softmax: Dao et al., FlashDecoding (2023); online softmax: Milakov and Gimelshein (2018).
