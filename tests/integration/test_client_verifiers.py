@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from common.errors import RequestTimeoutError
 from common.sampling_params import SamplingParams
 from outrider import LLM, Client
 from outrider.outputs import CompletionOutput, RequestOutput
@@ -58,6 +60,20 @@ def test_a_verifier_gives_what_the_offline_llm_gives(survivor: str, tiny_llama: 
     assert offline.prompt_logprobs is not None
     for entry, other in zip(output.prompt_logprobs[1:], offline.prompt_logprobs[1:], strict=True):
         assert list(entry or {}) == list(other or {})
+
+
+def test_what_a_client_gives_up_is_given_back(survivor: str) -> None:
+    params = SamplingParams(seed=1, max_tokens=300, ignore_eos=True)
+    with Client(survivor, timeout=LIMIT_S) as client:
+        deltas = client.stream(PROMPT, params)
+        next(deltas)
+        deltas.close()
+        with pytest.raises(RequestTimeoutError):
+            client.generate(PROMPT, params, timeout=0.05)
+        end = time.monotonic() + 10
+        while (load := client.loads()[0]).num_running or load.kv_cache_usage:
+            assert time.monotonic() < end, load
+            time.sleep(0.02)
 
 
 @pytest.mark.parametrize("how", ["kill", "kill engine", "terminate"])

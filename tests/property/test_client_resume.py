@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 
-from common.engine_extensions import NUM_OUTPUT_TOKENS
+from common.engine_extensions import NUM_OUTPUT_TOKENS, encode_step_counts
+from common.errors import OutriderError
 from common.sampling_params import SamplingParams
 from outrider.client.errors import BrokenStreamError, ResumeError
 from outrider.client.generation import Generation
@@ -156,3 +158,71 @@ def test_tokens_that_only_the_end_brings_are_taken() -> None:
 
 def _without_ranks(stream: OutputStream) -> list[tuple[list[int], list[float]]]:
     return [(entry.token_ids, entry.logprobs) for entry in stream.logprobs]
+
+
+_TOKENS = st.lists(st.integers(0, 2**32 - 1) | st.integers(0, 260), max_size=5)
+_FLOATS = st.lists(st.floats(width=32), max_size=5)
+_TOP = st.builds(lambda ids, values: pb.TopLogProbs(token_ids=ids, values=values), _TOKENS, _FLOATS)
+_LOGPROBS = st.builds(
+    lambda ids, values, top: pb.OutputLogProbs(token_ids=ids, token_logprobs=values, top_logprobs=top),
+    _TOKENS,
+    _FLOATS,
+    st.lists(_TOP, max_size=5),
+)
+_CHUNKS = st.builds(
+    lambda ids, logprobs, index, extra: _with_unknown(
+        pb.GenerateStreamChunk(token_ids=ids, output_logprobs=logprobs, index=index), extra
+    ),
+    _TOKENS,
+    _LOGPROBS,
+    st.sampled_from([0, 0, 0, 0, 1]),
+    st.none() | st.binary(max_size=12),
+)
+_ENDS = st.builds(
+    lambda ids, reason, count, index: pb.GenerateComplete(
+        output_ids=ids, finish_reason=reason, completion_tokens=count, index=index
+    ),
+    _TOKENS,
+    st.sampled_from(["stop", "length", "abort", "error", "", "STOP"]),
+    st.integers(0, 8),
+    st.sampled_from([0, 0, 0, 1]),
+)
+_RESPONSES = st.builds(lambda chunk: pb.GenerateResponse(chunk=chunk), _CHUNKS) | st.builds(
+    lambda end: pb.GenerateResponse(complete=end), _ENDS
+)
+
+
+@given(
+    st.lists(st.lists(_RESPONSES, max_size=6), min_size=1, max_size=3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_nonsense_is_refused_and_never_more_than_was_asked_for(
+    calls: list[list[pb.GenerateResponse]], wants_logprobs: bool, stops: bool
+) -> None:
+    params = SamplingParams(
+        seed=1, max_tokens=6, stop=("a", "<s") if stops else (), logprobs=1 if wants_logprobs else None
+    )
+    (request,) = build_requests("r", PROMPT, params, MODEL)
+    generation = Generation(request, MODEL.tokenizer)
+    for responses in calls:
+        if generation.is_finished:
+            break
+        generation.next_call()
+        try:
+            for response in responses:
+                generation.accept(response)
+        except (BrokenStreamError, OutriderError):
+            continue
+    stream = generation.stream
+    assert len(stream.token_ids) <= 6
+    if wants_logprobs:
+        assert len(stream.logprobs) == len(stream.token_ids)
+    build_output("r", None, [generation])
+
+
+def _with_unknown(chunk: pb.GenerateStreamChunk, payload: bytes | None) -> pb.GenerateStreamChunk:
+    if payload is not None:
+        field = encode_step_counts([])[:-1] + bytes([len(payload)]) + payload
+        chunk.MergeFromString(field)
+    return chunk
