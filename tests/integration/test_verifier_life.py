@@ -207,6 +207,33 @@ def test_request_timeout() -> None:
         wait_idle(stub)
 
 
+def test_a_stuck_engine_is_unhealthy_until_it_goes_on() -> None:
+    with running(command("--engine-timeout", "0.5")) as process:
+        address = process.wait_ready()
+        with connected(address) as stub, grpc.insecure_channel(address) as channel:
+
+            def wait_health(expected: bool) -> None:
+                deadline = time.monotonic() + 10
+                while not (
+                    stub.HealthCheck(pb.HealthCheckRequest()).healthy == health_of(channel, SERVICE) == expected
+                ):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+
+            time.sleep(0.6)
+            wait_health(True)  # without work, silence is nothing
+            call = stub.Generate(make_request([1], max_tokens=400, seed=2), timeout=60)
+            next(iter(call))
+            (engine,) = process.children()
+            os.kill(engine, signal.SIGSTOP)
+            wait_health(False)
+            os.kill(engine, signal.SIGCONT)
+            code, received = outcome(call)
+            assert code is grpc.StatusCode.OK
+            assert list(received.complete.output_ids) == fake_output([1], 400, seed=2)
+            wait_health(True)
+
+
 def test_more_connections_than_allowed_are_closed() -> None:
     with running(command("--max-connections", "3")) as process:
         address = process.wait_ready()

@@ -38,6 +38,8 @@ class VerifierConfig(EngineConfig):
     """File with one key a line; calls need one as 'authorization: Bearer KEY', health checks excepted."""
     request_timeout: float = Field(default=3600.0, gt=0.0)
     """Seconds after which a request ends with DEADLINE_EXCEEDED, whatever its own deadline is."""
+    engine_timeout: float = Field(default=300.0, gt=0.0)
+    """Seconds without a word from an engine that has work, after which health checks fail until it speaks again."""
     shutdown_timeout: float = Field(default=30.0, ge=0.0)
     """Seconds that requests which have started may take to finish after SIGTERM."""
     metrics_port: int | None = Field(default=None, ge=0, le=65535)

@@ -78,7 +78,7 @@ class EngineClient(asyncio.Protocol):
         self._capacity = capacity
         self.failure: OutriderError | None = None
         self.metrics = FrontMetrics()
-        self.last_report_s = self._loop.time()
+        self._heard_s = self._loop.time()
 
     # -- life ----------------------------------------------------------------------------------------------------
 
@@ -101,6 +101,11 @@ class EngineClient(asyncio.Protocol):
     def num_outputs(self) -> int:
         """Outputs that have been asked for and have not ended."""
         return len(self._sinks)
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine, which has work, was last heard of; 0 if it has none."""
+        return self._loop.time() - self._heard_s if self._sinks else 0.0
 
     def check_room(self, count: int) -> None:
         """Raise unless `count` more outputs fit the engine's rows and queue.
@@ -126,6 +131,8 @@ class EngineClient(asyncio.Protocol):
     def add(self, request: Request, sink: OutputSink, times: OutputTimes) -> int:
         """Ask for an output; `sink` hears of it, and `times` are filled in. Returns the key that `abort` wants."""
         key = next(self._keys)
+        if not self._sinks:
+            self._heard_s = self._loop.time()  # it had nothing to say until now
         self._sinks[key] = sink
         self.metrics.added(key, times)
         self._send(AddRequest.of(key, request))
@@ -193,7 +200,7 @@ class EngineClient(asyncio.Protocol):
 
     def _take_report(self, report: Report) -> None:
         self.metrics.report(report)
-        self.last_report_s = self._loop.time()
+        self._heard_s = self._loop.time()
         sinks = self._sinks
         for update in report.updates:
             # An output that was aborted a moment ago may have one more on its way.

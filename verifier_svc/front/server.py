@@ -43,6 +43,7 @@ EXIT_OK, EXIT_ENGINE_LOST = 0, 1
 
 _STATUS_GRACE_S = 0.5  # for the last statuses to leave
 _ENGINE_EXIT_S = 5.0
+_WATCH_S = 1.0
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -75,7 +76,7 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
     lost = asyncio.Event()
     engine = EngineClient(lambda error: lost.set(), config.capacity)
     tracer = _build_tracer(config, options.version)
-    servicer = VllmEngineServicer(engine, config.request_timeout, options.version, tracer)
+    servicer = VllmEngineServicer(engine, config.request_timeout, config.engine_timeout, options.version, tracer)
     health_servicer = HealthServicer()
     server = _build(config, servicer, health_servicer)
     address = f"{config.host}:{listen_tcp(server, config.host, config.port, config.tls)}"
@@ -97,7 +98,7 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
             servicer.set_ready(served)
             await health_servicer.set(SERVICE_NAME, _SERVING)
             announce(address)
-            await _first(lost.wait(), signals.wait())
+            await _first(lost.wait(), signals.wait(), _watch(servicer, health_servicer))
         ready.cancel()
         await health_servicer.set(SERVICE_NAME, _NOT_SERVING)
         if not lost.is_set():
@@ -120,6 +121,17 @@ async def serve(config: VerifierConfig, options: FrontOptions, announce: Callabl
             await asyncio.to_thread(tracer.close)
         if config.uds is not None:
             config.uds.unlink(missing_ok=True)
+
+
+async def _watch(servicer: VllmEngineServicer, health_servicer: HealthServicer) -> None:
+    """Say so where health is asked for, as long as the engine is stuck."""
+    was_ready = True
+    while True:
+        await asyncio.sleep(_WATCH_S)
+        if servicer.is_ready != was_ready:
+            was_ready = servicer.is_ready
+            logger.warning("the engine is heard of again" if was_ready else "the engine is stuck")
+            await health_servicer.set(SERVICE_NAME, _SERVING if was_ready else _NOT_SERVING)
 
 
 async def _drain(servicer: VllmEngineServicer, signals: _Signals, lost: asyncio.Event, timeout_s: float) -> None:

@@ -73,16 +73,23 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     Args:
         engine: link to the engine process.
         request_timeout_s: of a Generate call, whatever its own deadline is.
+        engine_timeout_s: silence of an engine with work after which it counts as stuck.
         version: of this server.
         tracer: hears of every call; None: nobody does.
     """
 
     def __init__(
-        self, engine: EngineClient, request_timeout_s: float, version: str, tracer: RequestTracer | None = None
+        self,
+        engine: EngineClient,
+        request_timeout_s: float,
+        engine_timeout_s: float,
+        version: str,
+        tracer: RequestTracer | None = None,
     ) -> None:
         self._engine = engine
         self._tracer = tracer
         self._request_timeout_s = request_timeout_s
+        self._engine_timeout_s = engine_timeout_s
         self._version = version
         self._served: Served | None = None
         self._refusal: str | None = "the model is loading"
@@ -96,7 +103,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     @property
     def is_ready(self) -> bool:
-        return self._refusal is None and self._engine.failure is None
+        return self._trouble() is None
 
     @property
     def has_loaded(self) -> bool:
@@ -229,9 +236,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def HealthCheck(  # noqa: N802
         self, request: pb.HealthCheckRequest, context: _Context
     ) -> pb.HealthCheckResponse:
-        if self.is_ready:
-            return pb.HealthCheckResponse(healthy=True, message="ready")
-        return pb.HealthCheckResponse(healthy=False, message=str(self._engine.failure or self._refusal))
+        trouble = self._trouble()
+        return pb.HealthCheckResponse(healthy=trouble is None, message=trouble or "ready")
 
     async def GetModelInfo(  # noqa: N802
         self, request: pb.GetModelInfoRequest, context: _Context
@@ -339,6 +345,14 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         raise UnsupportedError("KV cache events are not supported")
 
     # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _trouble(self) -> str | None:
+        """Why requests should go elsewhere; None: they are welcome."""
+        if self._engine.failure is not None:
+            return str(self._engine.failure)
+        if self._refusal is None and self._engine.silence_s > self._engine_timeout_s:
+            return f"the engine has work and has said nothing for {self._engine.silence_s:.0f} s"
+        return self._refusal
 
     def _check_ready(self) -> Served:
         if self._engine.failure is not None:
