@@ -6,6 +6,7 @@ It imports no torch, and a busy draft method never holds its interpreter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import signal
 import socket
@@ -206,7 +207,10 @@ async def serve_drafter(
         return await serve_link(server, link, config.max_verifiers, lambda: announce(f"{host}:{port}"))
     finally:
         writer.close()
-        process.join(_WORKER_STOP_S)
+        # The loop closes the socket, which ends the worker: a join that holds the loop up would wait in vain.
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        await asyncio.to_thread(process.join, _WORKER_STOP_S)
         if process.is_alive():
             process.kill()
             process.join()
