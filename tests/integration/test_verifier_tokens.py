@@ -14,7 +14,7 @@ from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
 from common.engine_extensions import NUM_OUTPUT_TOKENS, NUM_SPECULATIVE_TOKENS, SEED
 from outrider import LLM, RequestOutput, SamplingParams
 from tests.engine_calls import Received, connected, generate, make_request, wait_idle
-from tests.service_process import OUTRIDER, running
+from tests.service_process import OUTRIDER, ServiceProcess, running
 
 PROMPTS = ("to be or not to be, to be or not", "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa", "né\u20ac", "x")
 
@@ -26,14 +26,24 @@ def llm(tiny_llama: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def stub(tiny_llama: Path) -> Iterator[VllmEngineStub]:
+def verifier(tiny_llama: Path) -> Iterator[ServiceProcess]:
     flags = ["--port", "0", "--max-num-seqs", "8", "--num-threads", "1"]
     with running([*OUTRIDER, "verifier", str(tiny_llama), *flags]) as process:
-        with connected(process.wait_ready()) as stub:
-            yield stub
-            wait_idle(stub)
+        yield process
         process.terminate()
         assert process.wait(10) == 0
+
+
+@pytest.fixture(scope="module")
+def address(verifier: ServiceProcess) -> str:
+    return verifier.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def stub(address: str) -> Iterator[VllmEngineStub]:
+    with connected(address) as stub:
+        yield stub
+        wait_idle(stub)
 
 
 def expected(llm: LLM, prompt: str | list[int], **params: Any) -> RequestOutput:
@@ -150,6 +160,13 @@ def test_many_streams_at_once_with_cancels(llm: LLM, stub: VllmEngineStub) -> No
             want = expected(llm, PROMPTS[index % 4], max_tokens=30, temperature=1.0, seed=index, ignore_eos=True)
             check_equal(received, want)
     wait_idle(stub)
+
+
+def test_the_front_is_a_process_without_torch(verifier: ServiceProcess, stub: VllmEngineStub) -> None:
+    (engine,) = verifier.children()
+    front, back = (Path(f"/proc/{pid}/maps").read_text() for pid in (verifier.pid, engine))
+    assert "libtorch" not in front
+    assert "libtorch" in back
 
 
 def test_model_info(stub: VllmEngineStub, tiny_llama: Path) -> None:
