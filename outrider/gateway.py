@@ -1,14 +1,16 @@
-"""Start smg's router with a key that no process list shows.
+"""Start smg's router with its control plane closed, and with a key that no process list shows.
 
-    python -m outrider.gateway [--api-key-file FILE] ARGUMENTS OF `smg launch`
+    python -m outrider.gateway [--api-key-file FILE] [launch] ARGUMENTS OF `smg launch`
 
-smg takes its key as an argument, which every user of the machine can read. Here it comes from a file and goes into
-smg's parsed options. Without `--api-key-file` this is `smg launch`, nothing else.
+smg takes its key as an argument, which every user of the machine can read; here it comes from a file. And smg lets all
+who may use the models add and remove verifiers as well; here nobody may, unless keys for that are given
+(`--control-plane-api-keys`). All else is `smg launch`.
 """
 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,6 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = launch_router.parse_router_args([argument for argument in arguments if argument != "launch"])
     if key is not None:
         options.api_key = key
+    # Without a key of its own the control plane takes the key of the clients, or none, and lets them add verifiers.
+    if not options.control_plane_api_keys:
+        options.control_plane_api_keys = [("nobody", "nobody", secrets.token_hex(32), "admin")]
     # What it writes goes to a log, and the banner says nothing that is not in its first lines.
     launch_router.print_banner = lambda *_: None
     launch_router.launch_router(options)

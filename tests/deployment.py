@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.deployment_files import ROOT, ServiceSpec, read_compose
+from tests.deployment_files import ROOT, ServiceSpec, read_compose, words
 from tests.service_process import OUTRIDER, ServiceProcess
 
 _PROGRAMS = {
@@ -75,10 +75,23 @@ class Deployment:
     names: dict[str, str] = field(default_factory=dict[str, str])
     _stack: ExitStack = field(default_factory=ExitStack)
 
-    def start(self, service: str, ports: Mapping[int, int] | None = None, **variables: str) -> Container:
-        """Start one more container of a service; does not wait. Without `ports` it takes free ones."""
+    def start(
+        self,
+        service: str,
+        ports: Mapping[int, int] | None = None,
+        entrypoint: tuple[str, ...] | None = None,
+        **variables: str,
+    ) -> Container:
+        """Start one more container of a service; does not wait.
+
+        Args:
+            service: of the compose file.
+            ports: ports of the container -> ports of this machine; None: free ones.
+            entrypoint: instead of the image's.
+            variables: of the compose file, for this container.
+        """
         spec = read_compose(self.variables | variables)[service]
-        command = spec.command
+        command = spec.command if entrypoint is None else [*entrypoint, *words(spec.values["command"])]
         taken = {int(command[index + 1]) for index, flag in enumerate(command) if flag in _PORT_FLAGS}
         if ports is None:
             ports = dict(zip(sorted(taken), _free_ports(len(taken)), strict=True))

@@ -109,7 +109,8 @@ def services() -> Iterator[Services]:
         for verifier in verifiers:
             verifier.wait_healthy()
         urls = " ".join(f"grpc://{verifier.address(50051)}" for verifier in verifiers)
-        gateway = deployed.start("gateway", OUTRIDER_WORKER_URLS=urls)
+        # As `smg launch`, without what our image puts before it.
+        gateway = deployed.start("gateway", entrypoint=("smg",), OUTRIDER_WORKER_URLS=urls)
         gateway.wait_healthy()
         yield Services(deployed, verifiers, gateway)
 

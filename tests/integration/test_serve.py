@@ -63,7 +63,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def post(address: str, path: str, body: dict[str, Any], key: str | None = None, ca: Path | None = None) -> Any:
-    """(status, answer)."""
+    """Status and answer."""
     headers = {"Content-Type": "application/json"} | ({} if key is None else {"Authorization": f"Bearer {key}"})
     connection: http.client.HTTPConnection
     if ca is None:
@@ -74,7 +74,9 @@ def post(address: str, path: str, body: dict[str, Any], key: str | None = None, 
     try:
         connection.request("POST", path, json.dumps(body), headers)
         response = connection.getresponse()
-        return response.status, json.loads(response.read() or b"null")
+        body_text = response.read().decode()
+        is_json = response.getheader("Content-Type", "").startswith("application/json")
+        return response.status, json.loads(body_text) if is_json else body_text
     finally:
         connection.close()
 
@@ -87,6 +89,7 @@ def test_it_serves_finishes_what_has_begun_and_ends() -> None:
     with serving("--shutdown-timeout", "20") as (process, address):
         status, answer = post(address, "/v1/completions", completion())
         assert (status, answer["usage"]["completion_tokens"]) == (200, 8)
+        assert post(address, "/workers", {"url": "grpc://127.0.0.1:1"})[0] == 401
         answers: list[Any] = []
         request = completion(400, ignore_eos=True)
         asking = threading.Thread(target=lambda: answers.append(post(address, "/v1/completions", request)))
@@ -134,6 +137,8 @@ def test_https_with_a_key_that_no_command_line_shows(tmp_path: Path) -> None:
         assert post(address, "/v1/completions", completion(), key, files.ca)[0] == 200
         assert post(address, "/v1/completions", completion(), "another", files.ca)[0] == 401
         assert post(address, "/v1/completions", completion(), None, files.ca)[0] == 401
+        # The key is for using the model: it adds no verifiers.
+        assert post(address, "/workers", {"url": "grpc://127.0.0.1:1"}, key, files.ca)[0] == 401
         for pid in (process.pid, *descendants(process.pid)):
             assert key.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
             assert key.encode() not in Path(f"/proc/{pid}/environ").read_bytes()

@@ -91,8 +91,9 @@ def test_drafters_take_their_command_line(name: str) -> None:
 
 def test_the_gateway_takes_its_command_line() -> None:
     launch_router = pytest.importorskip("smg.launch_router")
-    program, launch, *arguments = SERVICES["gateway"].command
-    assert (program, launch) == ("smg", "launch")
+    *program, launch = SERVICES["gateway"].command[:4]
+    assert (program, launch) == (["python", "-m", "outrider.gateway"], "launch")
+    arguments = SERVICES["gateway"].command[4:]
     args = launch_router.parse_router_args(arguments)
     assert args.worker_urls == ["grpc://verifier:50051"]
     recovery = launch_router.parse_router_args(list(RECOVERY_FLAGS))
@@ -204,7 +205,7 @@ def test_the_key_and_the_certificate_are_secrets_that_no_command_line_holds() ->
     assert (python, option, module) == ("python", "-m", "outrider.gateway")
     paths = [argument.partition("=")[2] for argument in arguments if "/run/secrets/" in argument]
     assert sorted(paths) == sorted(f"/run/secrets/{name}" for name in files)
-    assert arguments[len(paths) :] == SERVICES["gateway"].command[1:]
+    assert arguments[len(paths) :] == words(SERVICES["gateway"].values["command"])
 
 
 def parsed(spec: ServiceSpec, command: str) -> VerifierConfig | DrafterConfig:
