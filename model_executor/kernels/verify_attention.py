@@ -58,8 +58,10 @@ def _verify_attention_kernel(
     cos_sin_ptr,  # [max_model_len, head_dim] float32: cos of the half dimensions, then sin
     key_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     value_ptr,
-    block_table_ptr,  # [num_reqs, max_blocks] int32 or int64
-    query_start_ptr,  # [num_reqs + 1] int32 or int64
+    block_table_ptr,  # [R, max_blocks] int32 or int64
+    row_ptr,  # [num_reqs], row of each request in the block table
+    query_start_ptr,  # [num_reqs] int32 or int64
+    query_len_ptr,  # [num_reqs]
     seq_len_ptr,  # [num_reqs]
     out_ptr,  # [num_tokens, num_heads * head_dim]
     part_ptr,  # [num_reqs, num_kv_heads, num_splits, ROWS, head_dim] float32
@@ -85,9 +87,10 @@ def _verify_attention_kernel(
     head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2).to(tl.int64)
     start = tl.load(query_start_ptr + request).to(tl.int64)
-    query_len = tl.load(query_start_ptr + request + 1).to(tl.int64) - start
+    query_len = tl.load(query_len_ptr + request).to(tl.int64)
     if query_len == 0:
         return
+    row = tl.load(row_ptr + request).to(tl.int64)
     seq_len = tl.load(seq_len_ptr + request).to(tl.int64)
     context = seq_len - query_len
     head_dim: tl.constexpr = 2 * HALF
@@ -117,7 +120,7 @@ def _verify_attention_kernel(
     first_tile = split * tiles_each
     last_tile = tl.minimum(first_tile + tiles_each, num_tiles)
     in_tile = tl.arange(0, TILE)
-    table = block_table_ptr + request * block_table_stride
+    table = block_table_ptr + row * block_table_stride
     for tile in range(first_tile, last_tile):
         token = tile * TILE + in_tile
         is_token = token < context
@@ -269,7 +272,9 @@ def verify_attention(
     key: Tensor,
     value: Tensor,
     block_table: Tensor,
-    query_start_loc: Tensor,
+    idx_mapping: Tensor,
+    query_start: Tensor,
+    query_len: Tensor,
     seq_lens: Tensor,
     out: Tensor,
     num_heads: int,
@@ -282,8 +287,10 @@ def verify_attention(
         qkv: projections before rotation, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
         cos_sin: [max_model_len, head_dim] float32; cos of head_dim / 2 angles, then sin.
         key, value: cache, [num_blocks, block_size, num_kv_heads, head_dim]; KV of the query tokens is written.
-        block_table: [num_reqs, max_blocks].
-        query_start_loc: [num_reqs + 1]; an empty request is left out.
+        block_table: [R, max_blocks].
+        idx_mapping: [num_reqs], row of each request in the block table.
+        query_start: [num_reqs], first token of each request in qkv and out.
+        query_len: [num_reqs]; a request with 0 is left out, and so are tokens of no request.
         seq_lens: [num_reqs], context and query.
         out: [num_tokens, num_heads * head_dim], written.
         workspace: of `make_split_workspace` for at least this batch.
@@ -298,7 +305,9 @@ def verify_attention(
         key,
         value,
         block_table,
-        query_start_loc,
+        idx_mapping,
+        query_start,
+        query_len,
         seq_lens,
         out,
         workspace.parts,

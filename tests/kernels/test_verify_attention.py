@@ -30,7 +30,10 @@ def test_against_float64(
     seq_lens = [q + c for q, c in zip(query_lens, contexts, strict=True)]
     max_blocks = MAX_LEN // BLOCK_SIZE
     order = torch.randperm(len(seq_lens) * max_blocks, generator=generator) + 1
-    table = order.view(len(seq_lens), max_blocks).to(device)
+    table = order.view(len(seq_lens), max_blocks).to(device)  # of each request
+    rows = torch.randperm(len(seq_lens), generator=generator).to(device)
+    block_table = torch.empty_like(table)
+    block_table[rows] = table
     num_blocks = table.numel() + 1
     shape = (num_blocks, BLOCK_SIZE, num_kv_heads, head_dim)
     key = torch.randn(shape, generator=generator).to(device, dtype)
@@ -52,8 +55,21 @@ def test_against_float64(
         AttentionTiles(64, 4, 2, num_splits),
     )
     before = key.clone()
+    lens = torch.tensor(query_lens, device=device)
     verify_attention(
-        qkv, cos_sin, key, value, table, starts, torch.tensor(seq_lens, device=device), out, num_heads, 4, workspace
+        qkv,
+        cos_sin,
+        key,
+        value,
+        block_table,
+        rows,
+        starts[:-1],
+        lens,
+        torch.tensor(seq_lens, device=device),
+        out,
+        num_heads,
+        4,
+        workspace,
     )
     assert not workspace.arrived.any()
     expected = torch.full(out.shape, float("nan"), dtype=torch.float64)

@@ -1,0 +1,115 @@
+"""Draws tokens: argmax of logits / temperature + noise, in blocks of the vocabulary.
+
+Grid: positions x vocabulary blocks. Each program leaves the best value and token of its block; whoever commits the tokens
+takes the best block. Bytes: the logits, once. The noise is that of `model_executor.kernels.philox`: the same integers and
+uniforms, two logarithms of the device's own.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# Triton's launch syntax and its constexpr values have no types that pyright follows.
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def _gumbel(word):
+    """Standard Gumbel noise of a 32-bit word; see `gumbel_noise_ref`."""
+    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    u = tl.minimum(u, 0.999999940395355224609375)
+    # log1p(-u) = log(w) * -u / (w - 1) with w = 1 - u rounded: exact where 1 - u would lose the small u.
+    w = 1.0 - u
+    rest = w - 1.0
+    exponential = -tl.where(rest == 0.0, -u, tl.log(w) * (-u / tl.where(rest == 0.0, 1.0, rest)))
+    return -tl.log(exponential)
+
+
+@triton.jit
+def _gumbel_argmax_kernel(
+    logits_ptr,  # [num_reqs * WIDTH, vocab_size]
+    temperature_ptr,  # [R] float32; 0 is greedy
+    seed_ptr,  # [R] int64
+    committed_len_ptr,  # [R] int64
+    row_ptr,  # [num_reqs] int64
+    query_len_ptr,  # [num_reqs] int64
+    value_ptr,  # [num_reqs * WIDTH, num_blocks] float32
+    token_ptr,  # [num_reqs * WIDTH, num_blocks] int32
+    vocab_size,
+    num_blocks,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    entry = place // WIDTH
+    offset = place % WIDTH
+    if offset >= tl.load(query_len_ptr + entry):
+        return
+    row = tl.load(row_ptr + entry)
+    temperature = tl.load(temperature_ptr + row)
+    groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
+    lanes = tl.arange(0, 4)
+    tokens = groups[:, None] * 4 + lanes[None, :]  # [BLOCK / 4, 4]
+    inside = tokens < vocab_size
+    values = tl.load(logits_ptr + place * vocab_size + tokens, mask=inside, other=float("-inf")).to(tl.float32)
+    if temperature > 0:
+        position = (tl.load(committed_len_ptr + row) + offset).to(tl.uint32)
+        seed = tl.load(seed_ptr + row).to(tl.uint64)
+        zero = groups.to(tl.uint32) * 0
+        w0, w1, w2, w3 = tl.philox(seed, groups.to(tl.uint32), zero + position, zero, zero)
+        lane = lanes[None, :]
+        words = tl.where(
+            lane < 2,
+            tl.where(lane == 0, w0[:, None], w1[:, None]),
+            tl.where(lane == 2, w2[:, None], w3[:, None]),
+        )
+        values = values / temperature + _gumbel(words)
+        values = tl.where(inside, values, float("-inf"))
+    best = tl.max(values)
+    token = tl.min(tl.where(values == best, tokens, vocab_size))
+    tl.store(value_ptr + place * num_blocks + block, best)
+    tl.store(token_ptr + place * num_blocks + block, tl.minimum(token, vocab_size - 1))
+
+
+def gumbel_argmax(
+    logits: Tensor,
+    temperature: Tensor,
+    seed: Tensor,
+    committed_len: Tensor,
+    idx_mapping: Tensor,
+    query_len: Tensor,
+    values: Tensor,
+    tokens: Tensor,
+) -> None:
+    """Best value and token of every vocabulary block at every position that is in use.
+
+    Args:
+        logits: [num_reqs * width, vocab_size].
+        temperature: [R] float32, 0 is greedy.
+        seed: [R] int64.
+        committed_len: [R] int64; place j of an entry draws the token at committed_len + j.
+        idx_mapping: [num_reqs] int64.
+        query_len: [num_reqs] int64, places of each entry in use.
+        values: [num_reqs * width, num_blocks] float32, written.
+        tokens: [num_reqs * width, num_blocks] int32, written; the lowest token of equal values.
+    """
+    num_places, vocab_size = logits.shape
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    _gumbel_argmax_kernel[(num_places, num_blocks)](
+        logits,
+        temperature,
+        seed,
+        committed_len,
+        idx_mapping,
+        query_len,
+        values,
+        tokens,
+        vocab_size,
+        num_blocks,
+        WIDTH=num_places // idx_mapping.shape[0],
+        BLOCK=BLOCK,
+    )
