@@ -84,6 +84,11 @@ class Orchestrator:
         return len(self._in_flight)
 
     @property
+    def num_planned(self) -> int:
+        """Steps planned since the start."""
+        return self._next_step_id
+
+    @property
     def has_work(self) -> bool:
         return bool(self._requests or self._in_flight or self._released)
 
