@@ -186,6 +186,13 @@ def test_gpus() -> None:
     assert all("deploy" not in started_by("cpu")[name].values for name in started_by("cpu"))
 
 
+@pytest.mark.parametrize("profile", PROFILES)
+def test_services_of_one_host_share_memory_and_sockets(profile: str) -> None:
+    for name, spec in started_by(profile).items():
+        shared = {"shm:/dev/shm"} if name == "mps" else {"shm:/dev/shm", "sockets:/run/outrider"}
+        assert (name == "gateway") or shared <= set(spec.values["volumes"])
+
+
 def test_volumes_and_build_stages_exist() -> None:
     stages = read_dockerfile()
     for name, spec in SERVICES.items():
