@@ -1,4 +1,4 @@
-"""`python -m bench exchange`: what the draft exchange over gRPC costs, on loopback, with 64 rows.
+"""`python -m bench exchange`: what the draft exchange costs over gRPC and shared memory, on one host, with 64 rows.
 
 A drafter runs as its own processes, as `outrider drafter` does. Measured are the round trip of a batch, with a method
 that costs next to nothing and with the n-gram method, and the host time of the codec on each side.
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,11 +44,13 @@ from drafter_svc.worker import run_worker
 from model_executor.row_state import RowState
 from verifier_svc.drafts.grpc_transport import GrpcTransport
 from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.shared_memory import SharedMemoryOptions
 
 MAX_ROUND_TRIP_US = 400.0
 MAX_CODEC_US = 30.0
 BRANCH_LEN = 8
 PROMPT_LEN = 256
+SHM_DIR = "/dev/shm"
 VOCAB_SIZE = 6144
 _MAX_TOKENS = 1 << 20
 _SPAWN = multiprocessing.get_context("spawn")
@@ -67,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     per_run = args.round_trips // 5
     with running_drafter(run_repeating_worker) as address:
         samples["round trip"] = measure_round_trips(address, args.rows, per_run)
+        samples["round trip, shared memory"] = measure_round_trips(address, args.rows, per_run, is_shared=True)
     with running_drafter(run_worker) as address:
         samples["round trip with n-gram"] = measure_round_trips(address, args.rows, per_run)
+        samples["the same, shared memory"] = measure_round_trips(address, args.rows, per_run, is_shared=True)
         samples["health check"] = measure_health(address, 100)
         with busy_verifier(address, args.rows):
             samples["health check beside a busy n-gram"] = measure_health(address, 100)
@@ -125,9 +130,9 @@ def measure_landing(num_rows: int) -> dict[str, Sample]:
     }
 
 
-def measure_round_trips(address: str, num_rows: int, per_run: int) -> Sample:
+def measure_round_trips(address: str, num_rows: int, per_run: int, is_shared: bool = False) -> Sample:
     """From handing over an update to having the reply, us."""
-    verifier = _Verifier(address, num_rows)
+    verifier = _Verifier(address, num_rows, SharedMemoryOptions(Path(SHM_DIR), is_required=True) if is_shared else None)
     try:
         times: list[float] = []
         for run_index in range(6):
@@ -158,9 +163,9 @@ def measure_health(address: str, count: int) -> Sample:
 class _Verifier:
     """Rows that grow by two tokens a step."""
 
-    def __init__(self, address: str, num_rows: int) -> None:
+    def __init__(self, address: str, num_rows: int, shared_memory: SharedMemoryOptions | None = None) -> None:
         hello = VerifierHello("bench", ModelIdentity(vocab_size=VOCAB_SIZE), 1 << 14, max(1, num_rows), 1, BRANCH_LEN)
-        self._transport = GrpcTransport(address, hello)
+        self._transport = GrpcTransport(address, hello, shared_memory)
         end = time.monotonic() + 10
         while self._transport.session is None:
             if time.monotonic() > end:

@@ -60,6 +60,10 @@ class EngineConfig(BaseModel):
     """Where draft tokens come from: ngram, none, or drafters as grpc://HOST:PORT[,grpc://HOST:PORT...]."""
     draft_deadline: float = Field(default=2.0, ge=0, le=1000)
     """How long a step waits at most for the answer of a drafter, ms."""
+    draft_transport: Literal["auto", "grpc", "shm"] = "auto"
+    """How frames get to a drafter: auto is shared memory (shm) with one on this host if it works, and else grpc."""
+    draft_shm_dir: str = Field(default="/dev/shm", min_length=1)
+    """Directory for shared memory with drafters on this host, the same as theirs."""
     draft_fallback: Literal["ngram", "none"] = "ngram"
     """What drafts for rows that no drafter has a claim for."""
     num_speculative_tokens: int = Field(default=3, ge=0, le=MAX_SPECULATIVE_TOKENS)

@@ -115,6 +115,7 @@ def encode_verifier_hello(hello: VerifierHello) -> bytes:
             max_rows=hello.max_rows,
             branch_budget=hello.branch_budget,
             branch_len=hello.branch_len,
+            shared_memory_host=hello.shared_memory_host[:MAX_NAME_LENGTH],
         )
     ).SerializeToString()
 
@@ -145,6 +146,7 @@ def encode_drafter_hello(hello: DrafterHello) -> bytes:
             model=_identity(hello.model),
             method=hello.method,
             limits=_limits(hello.limits),
+            shared_memory_name=hello.shared_memory_name,
         )
     ).SerializeToString()
 
@@ -184,6 +186,7 @@ def decode_drafter_frame(data: bytes, max_frame_tokens: int) -> DrafterHello | D
         ack = frame.hello_ack
         _check_name("hello_ack.incarnation_id", ack.incarnation_id)
         _check_name("hello_ack.method", ack.method)
+        _check_name("hello_ack.shared_memory_name", ack.shared_memory_name)
         if not ack.incarnation_id:
             raise DraftCodecError("hello_ack.incarnation_id: expected an id, found none")
         limits = ack.limits
@@ -193,6 +196,7 @@ def decode_drafter_frame(data: bytes, max_frame_tokens: int) -> DrafterHello | D
             method=ack.method,
             limits=DrafterLimits(limits.max_rows, limits.max_model_len, limits.max_frame_tokens, limits.max_branch_len),
             protocol_version=ack.protocol_version,
+            shared_memory_name=ack.shared_memory_name,
         )
     errors = frame.row_errors
     if len(errors) > MAX_FRAME_ROWS:
@@ -355,6 +359,7 @@ def _check_counts(name: str, least: int, total: int, num_bytes: int, room: int) 
 
 def _decode_hello(hello: pb.VerifierHello) -> VerifierHello:
     _check_name("hello.verifier_id", hello.verifier_id)
+    _check_name("hello.shared_memory_host", hello.shared_memory_host)
     return VerifierHello(
         verifier_id=hello.verifier_id,
         model=_decode_identity(hello.model),
@@ -363,6 +368,7 @@ def _decode_hello(hello: pb.VerifierHello) -> VerifierHello:
         branch_budget=hello.branch_budget,
         branch_len=hello.branch_len,
         protocol_version=hello.protocol_version,
+        shared_memory_host=hello.shared_memory_host,
     )
 
 

@@ -166,6 +166,8 @@ class VerifierHello:
     branch_len: int
     """Tokens of a branch at most. More than a step can use keeps a late branch useful."""
     protocol_version: int = PROTOCOL_VERSION
+    shared_memory_host: str = ""
+    """Boot id of the host, of a verifier that would rather use shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,8 @@ class DrafterHello:
     method: str
     limits: DrafterLimits
     protocol_version: int = PROTOCOL_VERSION
+    shared_memory_name: str = ""
+    """Files that are offered to a verifier on the same host."""
 
 
 @dataclass(frozen=True, slots=True)

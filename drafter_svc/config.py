@@ -42,6 +42,8 @@ class DrafterConfig(BaseModel):
     """Longest n-gram that the n-gram method looks for."""
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)
     """Shortest n-gram that counts as a match."""
+    shm_dir: str = "/dev/shm"
+    """Directory for shared memory with verifiers on this host, the same as theirs; empty: gRPC alone."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of the draft method."""
 

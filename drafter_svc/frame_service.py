@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 
 from common.draft_codec import DraftCodecError, decode_verifier_frame, encode_drafter_hello, encode_info, encode_reply
 from common.draft_exchange import NO_BRANCHES, DraftReply, RowError, VerifierHello
 from common.errors import OutriderError
 from common.logging import get_logger
+from common.shm.host import host_id
+from common.shm.ring import RingCorruptError
 from drafter_svc.core import DrafterCore
 from drafter_svc.sessions import VerifierSessions
+from drafter_svc.shared_memory import SharedMemoryLinks
 from drafter_svc.worker_link import Kind, Message, pack
 
 logger = get_logger(__name__)
@@ -55,10 +56,12 @@ class FrameService:
 
     Args:
         core: the drafter.
+        shared_memory: for streams that need not go over gRPC; None: all do.
     """
 
-    def __init__(self, core: DrafterCore) -> None:
+    def __init__(self, core: DrafterCore, shared_memory: SharedMemoryLinks | None = None) -> None:
         self._core = core
+        self._shared_memory = shared_memory
         self._streams: dict[int, _Stream] = {}
         self._refused: set[int] = set()  # streams that were told to end, and have not ended yet
         self._max_frame_tokens = core.hello.limits.max_frame_tokens
@@ -76,6 +79,8 @@ class FrameService:
         for message in messages:
             if message.kind == Kind.FRAME:
                 self._take_frame(message, pending, out)
+            elif message.kind == Kind.BROKEN:
+                self._refuse(message.stream, RingCorruptError(message.payload.decode()), pending, out)
             elif message.kind == Kind.END:
                 self._end(message.stream)
                 pending.pop(message.stream, None)
@@ -97,17 +102,15 @@ class FrameService:
                     raise DraftCodecError("hello: expected it in the first frame only")
                 self._streams[message.stream] = _Stream(self._core.connect(content))
                 logger.info("verifier connected", verifier=content.verifier_id, stream=message.stream)
-                out.append(pack(Kind.FRAME, message.stream, encode_drafter_hello(self._core.hello), 1))
+                hello = self._core.hello
+                if self._shared_memory is not None:
+                    hello = replace(hello, shared_memory_name=self._shared_memory.offer(message.stream, content))
+                out.append(pack(Kind.FRAME, message.stream, encode_drafter_hello(hello), 1))
                 return
             if stream is None:
                 raise DraftCodecError("hello: expected it in the first frame, found row changes")
         except OutriderError as error:
-            self.num_malformed_frames += isinstance(error, DraftCodecError)
-            logger.warning("stream refused", stream=message.stream, status=error.status, reason=str(error))
-            self._end(message.stream)
-            self._refused.add(message.stream)
-            pending.pop(message.stream, None)
-            out.append(pack(Kind.END, message.stream, f"{error.status}\n{error}".encode()))
+            self._refuse(message.stream, error, pending, out)
             return
         owed = pending.setdefault(message.stream, _Pending())
         owed.num_frames += 1
@@ -115,6 +118,15 @@ class FrameService:
             owed.errors += stream.sessions.apply(content)
         else:
             self.num_repeated_frames += 1
+
+    def _refuse(self, stream: int, error: OutriderError, pending: dict[int, _Pending], out: list[bytes]) -> None:
+        """End a stream that cannot be understood."""
+        self.num_malformed_frames += isinstance(error, DraftCodecError | RingCorruptError)
+        logger.warning("stream refused", stream=stream, status=error.status, reason=str(error))
+        self._end(stream)
+        self._refused.add(stream)
+        pending.pop(stream, None)
+        out.append(pack(Kind.END, stream, f"{error.status}\n{error}".encode()))
 
     def _answer(self, pending: dict[int, _Pending], out: list[bytes]) -> None:
         try:
@@ -127,21 +139,16 @@ class FrameService:
             for error in owed.errors:
                 logger.info("row error", stream=stream, row=error.row, reason=error.reason)
             reply = DraftReply(self._streams[stream].newest, branches, owed.errors)
-            out.append(pack(Kind.FRAME, stream, encode_reply(reply, load), owed.num_frames))
+            frame = encode_reply(reply, load)
+            if self._shared_memory is None or not self._shared_memory.send(stream, frame):
+                out.append(pack(Kind.FRAME, stream, frame, owed.num_frames))
 
     def _end(self, stream: int) -> None:
         self._refused.discard(stream)
+        if self._shared_memory is not None:
+            self._shared_memory.close_stream(stream)
         ended = self._streams.pop(stream, None)
         if ended is not None:
             sessions = ended.sessions
             logger.info("verifier gone", verifier=sessions.hello.verifier_id, stream=stream, num_rows=len(sessions))
             self._core.disconnect(sessions)
-
-
-def host_id() -> str:
-    """Name and boot id of this machine: the same value is the same machine."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot_id = ""
-    return f"{socket.gethostname()}/{boot_id}"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import select
 import signal
 import socket
+from pathlib import Path
 
 import torch
 
 from common.errors import OutriderError
 from common.logging import configure_logging, get_logger
+from common.shm.channel import SharedMemoryError
 from drafter_svc.builder import build_core
 from drafter_svc.config import DrafterConfig
 from drafter_svc.frame_service import FrameService
+from drafter_svc.shared_memory import SharedMemoryLinks
 from drafter_svc.worker_link import Kind, Message, pack, unpack_all
 from model_executor.drafting import DraftMethod
 
@@ -36,16 +39,19 @@ def run_worker(sock: socket.socket, config: DrafterConfig, log_level: str, metho
         sock.sendall(pack(Kind.FAILED, payload=f"{error.status}\n{error}".encode()))
         return
     sock.sendall(pack(Kind.READY, payload=core.hello.incarnation_id.encode()))
+    links = _open_shared_memory(config)
     try:
-        serve(sock, FrameService(core))
+        serve(sock, FrameService(core, links), links)
     finally:
+        if links is not None:
+            links.close()
         core.close()
 
 
-def serve(sock: socket.socket, service: FrameService) -> None:
+def serve(sock: socket.socket, service: FrameService, links: SharedMemoryLinks | None = None) -> None:
     """Answer messages until the other end is closed."""
     buffer = bytearray()
-    while (messages := _receive(sock, buffer)) is not None:
+    while (messages := _receive(sock, buffer, links)) is not None:
         out = service.handle(messages)
         if out:
             try:
@@ -54,20 +60,48 @@ def serve(sock: socket.socket, service: FrameService) -> None:
                 return
 
 
-def _receive(sock: socket.socket, buffer: bytearray) -> list[Message] | None:
+def _open_shared_memory(config: DrafterConfig) -> SharedMemoryLinks | None:
+    if not config.shm_dir:
+        return None
+    try:
+        return SharedMemoryLinks(Path(config.shm_dir))
+    except SharedMemoryError as error:
+        logger.warning("no shared memory, gRPC alone", reason=str(error))
+        return None
+
+
+def _receive(sock: socket.socket, buffer: bytearray, links: SharedMemoryLinks | None) -> list[Message] | None:
     """At least one message, and whatever else is there already; None at the end."""
     messages: list[Message] = []
-    while not messages or (len(buffer) < _MAX_BATCH_BYTES and _is_readable(sock)):
-        try:
-            data = sock.recv(_READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            return messages or None
-        buffer += data
-        messages += unpack_all(buffer)
+    num_bytes = 0
+    while num_bytes < _MAX_BATCH_BYTES:
+        channels = [] if links is None else links.channels
+        ready = _ready([sock.fileno(), *(channel.fileno() for channel in channels)], wait=not messages)
+        if not ready:
+            break
+        if links is not None and channels:
+            for channel in channels:
+                if channel.fileno() in ready:
+                    channel.silence()
+            arrived = links.receive()
+            num_bytes += sum(len(message.payload) for message in arrived)
+            messages += arrived
+        if sock.fileno() in ready:
+            try:
+                data = sock.recv(_READ_BYTES)
+            except OSError:
+                data = b""
+            if not data:
+                return messages or None
+            buffer += data
+            num_bytes += len(data)
+            messages += unpack_all(buffer)
     return messages
 
 
-def _is_readable(sock: socket.socket) -> bool:
-    return bool(select.select([sock], [], [], 0)[0])
+def _ready(fds: list[int], wait: bool) -> set[int]:
+    """Those that can be read. poll() and not select(), which knows no more than 1024."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if wait else 0)}

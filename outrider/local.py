@@ -20,6 +20,7 @@ from model_executor.models.registry import load_model, resolve_dtype, resolve_ma
 from model_executor.row_state import RowState
 from verifier_svc.drafts.builder import build_remote_drafts, build_verifier_hello
 from verifier_svc.drafts.grpc_transport import GrpcTransport
+from verifier_svc.drafts.shared_memory import SharedMemoryOptions
 from verifier_svc.engine.engine import Engine
 from verifier_svc.engine.executor import InlineExecutor
 from verifier_svc.engine.model_runner import ModelRunner
@@ -51,8 +52,11 @@ def build_draft_method(config: EngineConfig, vocab_size: int, max_model_len: int
     if not config.drafter_addresses:
         return ngram
     hello = build_verifier_hello(config, read_model_identity(Path(config.model)), vocab_size, max_model_len)
+    shared_memory = None
+    if config.draft_transport != "grpc":
+        shared_memory = SharedMemoryOptions(Path(config.draft_shm_dir), is_required=config.draft_transport == "shm")
     return build_remote_drafts(
-        [GrpcTransport(address, hello) for address in config.drafter_addresses],
+        [GrpcTransport(address, hello, shared_memory) for address in config.drafter_addresses],
         hello,
         config.num_speculative_tokens,
         ngram if config.draft_fallback == "ngram" else NoDraft(),

@@ -132,6 +132,7 @@ class DrafterLink:
         self._sent_at.clear()
         self._missed_s = 0.0
         self.stats.is_up = number != 0
+        self.stats.kind = self.transport.kind
         self.stats.is_hung = False
         self.stats.num_sessions += number != 0
 

@@ -34,7 +34,7 @@ class DraftTransport(Protocol):
 
     @property
     def kind(self) -> str:
-        """in-process, shared-memory, grpc or fake: for logs and metrics."""
+        """in-process, shared-memory, grpc or fake, of the session of now: for logs and metrics."""
         ...
 
     @property

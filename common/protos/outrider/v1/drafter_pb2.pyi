@@ -69,7 +69,7 @@ class VerifierFrame(_message.Message):
     def __init__(self, sequence: _Optional[int] = ..., hello: _Optional[_Union[VerifierHello, _Mapping]] = ..., closed: _Optional[_Union[CloseBatch, _Mapping]] = ..., opened: _Optional[_Union[OpenBatch, _Mapping]] = ..., committed: _Optional[_Union[CommitBatch, _Mapping]] = ...) -> None: ...
 
 class VerifierHello(_message.Message):
-    __slots__ = ("protocol_version", "verifier_id", "model", "max_model_len", "max_rows", "branch_budget", "branch_len")
+    __slots__ = ("protocol_version", "verifier_id", "model", "max_model_len", "max_rows", "branch_budget", "branch_len", "shared_memory_host")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     VERIFIER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +77,7 @@ class VerifierHello(_message.Message):
     MAX_ROWS_FIELD_NUMBER: _ClassVar[int]
     BRANCH_BUDGET_FIELD_NUMBER: _ClassVar[int]
     BRANCH_LEN_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_HOST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     verifier_id: str
     model: ModelIdentity
@@ -84,7 +85,8 @@ class VerifierHello(_message.Message):
     max_rows: int
     branch_budget: int
     branch_len: int
-    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_rows: _Optional[int] = ..., branch_budget: _Optional[int] = ..., branch_len: _Optional[int] = ...) -> None: ...
+    shared_memory_host: str
+    def __init__(self, protocol_version: _Optional[int] = ..., verifier_id: _Optional[str] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., max_model_len: _Optional[int] = ..., max_rows: _Optional[int] = ..., branch_budget: _Optional[int] = ..., branch_len: _Optional[int] = ..., shared_memory_host: _Optional[str] = ...) -> None: ...
 
 class CloseBatch(_message.Message):
     __slots__ = ("row", "generation")
@@ -153,18 +155,20 @@ class DrafterFrame(_message.Message):
     def __init__(self, answered_sequence: _Optional[int] = ..., hello_ack: _Optional[_Union[DrafterHello, _Mapping]] = ..., branches: _Optional[_Union[BranchBatch, _Mapping]] = ..., row_errors: _Optional[_Iterable[_Union[RowError, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class DrafterHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation_id", "model", "method", "limits")
+    __slots__ = ("protocol_version", "incarnation_id", "model", "method", "limits", "shared_memory_name")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
+    SHARED_MEMORY_NAME_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation_id: str
     model: ModelIdentity
     method: str
     limits: Limits
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation_id: _Optional[str] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., method: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ...) -> None: ...
+    shared_memory_name: str
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation_id: _Optional[str] = ..., model: _Optional[_Union[ModelIdentity, _Mapping]] = ..., method: _Optional[str] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., shared_memory_name: _Optional[str] = ...) -> None: ...
 
 class BranchBatch(_message.Message):
     __slots__ = ("row", "generation", "base_len", "num_tokens", "token_ids")
