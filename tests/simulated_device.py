@@ -162,14 +162,20 @@ class SimulatedDevice:
     def writable_blocks(self, plans: Iterable[StepPlan]) -> set[int]:
         """Blocks that plans not yet run could write if every draft token of theirs were accepted."""
         reach: dict[int, int] = {}
+        tables: dict[int, list[int]] = {}  # with what the plans append: it may stand where trimmed blocks did
         for plan in plans:
+            appends = {append.row: append for append in plan.block_appends}
             for planned in plan.rows:
                 row = self.rows.get(planned.row)
-                if row is not None and row.generation == planned.generation:
-                    reach[planned.row] = reach.get(planned.row, len(row.tokens)) + planned.max_new_tokens
+                if row is None or row.generation != planned.generation:
+                    continue
+                reach[planned.row] = reach.get(planned.row, len(row.tokens)) + planned.max_new_tokens
+                table = tables.setdefault(planned.row, list(row.blocks))
+                if (append := appends.get(planned.row)) is not None:
+                    table[append.start :] = append.block_ids
         blocks: set[int] = set()
         for index, end in reach.items():
             row = self.rows[index]
             last = (min(end, row.request.max_len) - 2) // self.block_size  # the last token of all gets no KV
-            blocks.update(row.blocks[row.num_computed // self.block_size : last + 1])
+            blocks.update(tables[index][row.num_computed // self.block_size : last + 1])
         return blocks
