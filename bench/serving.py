@@ -44,9 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="a good request has its first token by then")
     parser.add_argument("--slo-tpot-ms", type=float, default=50.0, help="and takes at most this for each further one")
     parser.add_argument("--slo-e2e-ms", type=float, help="and ends by then; default: no bound")
-    parser.add_argument(
-        "--threads", type=int, nargs="+", default=(1,), help="of the forward pass; overhead: one or more"
-    )
+    parser.add_argument("--threads", type=int, nargs="+", default=(1,), help="of the forward pass")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,7 +72,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_load(args: argparse.Namespace, texts: list[list[int]], console: Console) -> dict[str, Any]:
-    shape = WorkloadShape(args.requests, args.rate, *args.prompt_tokens, *args.new_tokens, args.temperature, args.seed)
+    shape = WorkloadShape(
+        num_requests=args.requests,
+        rate=args.rate,
+        min_prompt_tokens=args.prompt_tokens[0],
+        max_prompt_tokens=args.prompt_tokens[1],
+        min_new_tokens=args.new_tokens[0],
+        max_new_tokens=args.new_tokens[1],
+        temperature=args.temperature,
+        seed=args.seed,
+    )
     planned = draw_workload(shape, texts)
     # Without a prefix cache every run does the same work.
     flags = ["--drafter", args.drafter, "--num-threads", str(args.threads[0]), "--no-enable-prefix-caching"]
@@ -147,16 +154,8 @@ def _print_load(result: dict[str, Any], console: Console) -> None:
     shape = result["workload"]
     title = f"{shape['num_requests']} requests at {shape['rate']:g}/s, workload {shape['fingerprint']}"
     table = Table(title=title)
-    for column in (
-        "run",
-        "TTFT p50/p99",
-        "ITL p50/p99",
-        "TPOT p50/p99",
-        "E2E p50/p99",
-        "tokens/s",
-        "goodput/s",
-        "length",
-    ):
+    percentiles = [f"{name} p50/p99" for name in ("TTFT", "ITL", "TPOT", "E2E")]
+    for column in ("run", *percentiles, "tokens/s", "good/s", "length"):
         table.add_column(column, justify="right")
     for number, entry in enumerate(result["runs"], start=1):
         cells = [f"{entry[name]['p50']:.0f}/{entry[name]['p99']:.0f}" if name in entry else "-" for name in
