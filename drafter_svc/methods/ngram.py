@@ -37,11 +37,13 @@ class NgramMethod:
 
     def propose(self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor) -> Tensor:
         """See `DraftMethod.propose`."""
+        if idx_mapping.numel() == 0:
+            return torch.zeros_like(max_draft_tokens)
         lengths = rows.committed_len[idx_mapping]  # [num_reqs]
         match_len, period = self._find(rows, idx_mapping, lengths)
         wanted = torch.where(match_len == self._max, max_draft_tokens, match_len)
         draft_len = torch.minimum(wanted, max_draft_tokens)  # [num_reqs]
-        longest = int(draft_len.max()) if draft_len.numel() else 0
+        longest = int(draft_len.max())
         if longest == 0:
             return draft_len
         offsets = torch.arange(longest, device=lengths.device)  # [longest]
@@ -64,16 +66,19 @@ class NgramMethod:
         num_reqs = lengths.shape[0]
         starts = lengths.cumsum(0) - lengths  # [num_reqs]
         total = int(lengths.sum())
-        entry = torch.repeat_interleave(torch.arange(num_reqs, device=lengths.device), lengths, output_size=total)
-        position = torch.arange(total, device=lengths.device) - starts[entry]  # [total], within its own row
-        tokens = rows.token_ids[idx_mapping[entry], position]  # [total]
+        spans = zip(idx_mapping.tolist(), lengths.tolist(), strict=True)
+        tokens = torch.cat([rows.token_ids[row, :length] for row, length in spans])  # [total] int32
         last = starts + lengths - 1  # [num_reqs], index of each row's last token
-        # match_len[i]: how many tokens up to and including i agree with as many at the end of i's row.
-        alive = (tokens == tokens[last][entry]) & (position < lengths[entry] - 1)
+        # Only places that hold the last token of their row are looked at further: few, as a rule.
+        hits = (tokens == tokens[last].repeat_interleave(lengths, output_size=total)).nonzero().squeeze(-1)  # [hits]
+        entry = torch.bucketize(hits, last)  # [hits]
+        position = hits - starts[entry]  # [hits], within its own row
+        # match_len[i]: how many tokens up to and including hit i agree with as many at the end of i's row.
+        alive = hits < last[entry]
         match_len = alive.long()
         for back in range(1, self._max):
             wanted = tokens[(last - back).clamp(min=0)]  # [num_reqs]
-            before = torch.roll(tokens, back)
+            before = tokens[(hits - back).clamp(min=0)]  # [hits]
             alive = alive & (position >= back) & (before == wanted[entry])
             match_len += alive
         # Longest first, then most recent: one number orders both.
