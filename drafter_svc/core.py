@@ -21,7 +21,7 @@ from common.draft_exchange import (
     VerifierHello,
 )
 from common.errors import InvalidArgumentError, OutriderError
-from drafter_svc.sessions import RowPool, Session, SessionStats, VerifierSessions, to_device
+from drafter_svc.sessions import RowPool, Session, SessionStats, VerifierSessions
 from model_executor.drafting import DraftMethod
 
 
@@ -81,21 +81,19 @@ class DrafterCore:
             for sessions, group in groups
             for session in group
         ]
-        idx_mapping = to_device(np.array(pool_rows), rows)  # [num_reqs]
-        limit = to_device(np.array(room), rows)  # [num_reqs]
-        lengths = self._method.propose(rows, idx_mapping, limit)  # [num_reqs]
+        idx_mapping = np.array(pool_rows)  # [num_reqs]
+        limit = torch.from_numpy(np.array(room))  # [num_reqs]
+        lengths = self._method.propose(rows, torch.from_numpy(idx_mapping), limit).numpy()  # [num_reqs]
         widest = int(lengths.max())
         if widest == 0:
             return [NO_BRANCHES] * len(groups)
-        offsets = torch.arange(widest, device=rows.device)
-        columns = rows.committed_len[idx_mapping][:, None] + offsets  # [num_reqs, widest]
-        tokens = rows.token_ids[idx_mapping[:, None], columns.clamp(max=rows.max_model_len - 1)].cpu().numpy()
-        counts = lengths.cpu().numpy()
+        ends = np.array([session.committed_len for _, group in groups for session in group])
+        tokens = self._pool.read(idx_mapping, ends, widest)  # [num_reqs, widest]
         batches: list[BranchBatch] = []
         start = 0
         for _, group in groups:
             end = start + len(group)
-            batches.append(_to_branches(group, counts[start:end], tokens[start:end]))
+            batches.append(_to_branches(group, lengths[start:end], tokens[start:end]))
             start = end
         return batches
 
