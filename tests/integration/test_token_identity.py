@@ -1,4 +1,4 @@
-"""FP32 token identity: the output is a function of prompt, parameters and seed, whatever drafts and however it is run."""
+"""FP32 token identity: the output is a function of prompt, parameters and seed, whatever drafts and however it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VOCAB_SIZE = 320
 MAX_MODEL_LEN = 160
 
 # Only a few tokens can win, so that n-grams repeat and drafts are accepted, also at a high temperature.
-FEW_TOKENS = {token: 60.0 for token in (40, 41, 42, 43, EOS_TOKEN_ID)} | {EOS_TOKEN_ID: 55.0}
+FEW_TOKENS = dict.fromkeys((40, 41, 42, 43, EOS_TOKEN_ID), 60.0) | {EOS_TOKEN_ID: 55.0}
 
 
 def everything(seed: int, temperature: float) -> SamplingParams:
