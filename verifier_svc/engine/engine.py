@@ -15,8 +15,8 @@ class Engine:
     Args:
         orchestrator: plans and applies.
         executor: runs the plans.
-        depth: steps in flight at most. 1 is the synchronous loop; 2 is the asynchronous one, which plans step N+1 before
-            the outcome of step N is known. Both yield the same tokens.
+        depth: steps in flight at most. 1 is the synchronous loop; 2 is the asynchronous one, which plans step N+1
+            before the outcome of step N is known. Both yield the same tokens.
     """
 
     def __init__(self, orchestrator: Orchestrator, executor: StepExecutor, depth: int) -> None:
