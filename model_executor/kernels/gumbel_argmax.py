@@ -1,11 +1,11 @@
 """Draws tokens: argmax of logits / temperature + noise, in blocks of the vocabulary.
 
-Grid: positions x vocabulary blocks. Each program leaves the best value and token of its block; whoever commits the tokens
-takes the best block. Bytes: the logits, once. The noise is that of `model_executor.kernels.philox`: the same integers and
-uniforms, two logarithms of the device's own.
+Grid: positions x vocabulary blocks. Each program leaves the best value and token of its block; whoever commits the
+tokens takes the best block. Bytes: the logits, once. The noise is that of `model_executor.kernels.philox`: the same
+integers and uniforms, two logarithms of the device's own.
 """
 
-# pyright: reportCallIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportArgumentType=false, reportGeneralTypeIssues=false
 # Triton's launch syntax and its constexpr values have no types that pyright follows.
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """n-gram search over the rows' own tokens, on the device.
 
-A program owns (row, split of the text) and looks for the last tokens of the row at every position of its split. Length and
-position of a match make one number, so that one atomic maximum per program finds the longest match, and the most recent
-one among equals, whatever the order of programs.
+A program owns (row, split of the text) and looks for the last tokens of the row at every position of its split. Length
+and position of a match make one number, so that one atomic maximum per program finds the longest match, and the most
+recent one among equals, whatever the order of programs.
 
 Grid: num_reqs x num_splits. Bytes: 4 a token of real text; a split beyond the end of its row does nothing.
 The rules are those of `drafter_svc.methods.ngram`, which is the reference.

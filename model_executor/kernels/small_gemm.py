@@ -13,6 +13,7 @@ from the L2. Bytes: N * K weights, and N / BLOCK_N times x from the L2, which is
 # Triton's launch syntax and its constexpr values have no types that pyright follows.
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -109,13 +110,27 @@ class GemmTiles:
     num_stages: int
 
 
-def tiles_for(num_columns: int, silu: bool) -> GemmTiles:
-    """Best of ten ways each, measured on an H200 with the shapes of an 8B Llama and 1 to 16 rows."""
+def tiles_for(num_columns: int, inner: int, silu: bool) -> GemmTiles:
+    """Best of ten ways each, measured on an H200 with the shapes of an 8B Llama and 1 to 16 rows.
+
+    Tiles divide the product: `fits` says which products can be cut so.
+    """
     if silu:
-        return GemmTiles(64, 128, 4, 3)
-    if num_columns > 65536:
-        return GemmTiles(128, 128, 8, 3)
-    return GemmTiles(16, 256, 2, 6) if num_columns <= 4096 else GemmTiles(32, 128, 2, 6)
+        tiles = GemmTiles(64, 128, 4, 3)
+    elif num_columns > 65536:
+        tiles = GemmTiles(128, 128, 8, 3)
+    elif num_columns <= 4096:
+        tiles = GemmTiles(16, 256, 2, 6)
+    else:
+        tiles = GemmTiles(32, 128, 2, 6)
+    return GemmTiles(
+        math.gcd(num_columns, tiles.block_n), math.gcd(inner, tiles.block_k), tiles.num_warps, tiles.num_stages
+    )
+
+
+def fits(num_columns: int, inner: int) -> bool:
+    """Whether `small_gemm` can do a product of this shape: tiles of at least 16 must divide it."""
+    return num_columns % 16 == 0 and inner % 16 == 0
 
 
 def small_gemm(
@@ -148,7 +163,7 @@ def small_gemm(
     """
     num_tokens, inner = x.shape
     columns = out.shape[1]
-    tiles = tiles or tiles_for(columns, silu)
+    tiles = tiles or tiles_for(columns, inner, silu)
     num_parts = 0 if square_sums is None else square_sums.shape[0]
     _small_gemm_kernel[(triton.cdiv(columns, tiles.block_n),)](
         x,
@@ -201,8 +216,8 @@ def small_gemm_ref(
 
 
 def make_norm_input(num_columns: int, dtype: torch.dtype, device: torch.device) -> NormInput:
-    """Buffers that `small_gemm` fills for a norm over `num_columns`."""
-    parts = triton.cdiv(num_columns, tiles_for(num_columns, silu=False).block_n)
+    """Buffers that `small_gemm` fills for a norm over `num_columns`, however it cuts the product."""
+    parts = triton.cdiv(num_columns, 16)
     return NormInput(
         scaled=torch.zeros(MAX_TOKENS, num_columns, dtype=dtype, device=device),
         square_sums=torch.zeros(parts, MAX_TOKENS, dtype=torch.float32, device=device),

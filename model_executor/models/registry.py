@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +13,24 @@ from common.errors import InvalidArgumentError
 from model_executor.attention.torch_backend import TorchAttentionBackend
 from model_executor.models.config import ModelConfig, load_model_config
 from model_executor.models.decoder import Decoder
-from model_executor.models.parameters import allocate_parameters, checkpoint_targets, spread_qk_norm
+from model_executor.models.parameters import (
+    DecoderParameters,
+    allocate_parameters,
+    checkpoint_targets,
+    spread_qk_norm,
+)
 from model_executor.models.weights import load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model's weights in memory, before anything is built around them."""
+
+    config: ModelConfig
+    parameters: DecoderParameters
+    max_model_len: int
 
 
 def load_model(
@@ -25,6 +40,17 @@ def load_model(
     max_model_len: int | None = None,
     progress: bool = True,
 ) -> Decoder:
+    """`load_parameters` and `build_decoder`."""
+    return build_decoder(load_parameters(directory, dtype, device, max_model_len, progress))
+
+
+def load_parameters(
+    directory: str | Path,
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    progress: bool = True,
+) -> LoadedModel:
     """Load the model in `directory` for serving.
 
     Args:
@@ -41,13 +67,18 @@ def load_model(
     """
     config = load_model_config(directory)
     device = torch.device(device)
-    chosen = resolve_dtype(dtype, config, device)
     length = resolve_max_model_len(max_model_len, config)
-    parameters = allocate_parameters(config, chosen, device)
+    parameters = allocate_parameters(config, resolve_dtype(dtype, config, device), device)
     load_weights(directory, checkpoint_targets(parameters, config), progress)
     spread_qk_norm(parameters, config)
-    attention = TorchAttentionBackend(config.num_heads, config.num_kv_heads, BLOCK_SIZE, chosen)
-    return Decoder(config, parameters, attention, length)
+    return LoadedModel(config, parameters, length)
+
+
+def build_decoder(loaded: LoadedModel) -> Decoder:
+    """A decoder for any batch; it takes the layers out of `loaded.parameters`."""
+    config, parameters = loaded.config, loaded.parameters
+    attention = TorchAttentionBackend(config.num_heads, config.num_kv_heads, BLOCK_SIZE, parameters.embed_tokens.dtype)
+    return Decoder(config, parameters, attention, loaded.max_model_len)
 
 
 def resolve_dtype(dtype: str, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -20,7 +20,7 @@ class RotaryTable:
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
+        angles = rope_angles(rope, head_dim, max_positions)
         cos, sin = angles.cos(), angles.sin()  # [max_positions, head_dim / 2]
         table = torch.cat((cos, cos, -sin, sin), dim=-1)
         self._table = table.to(dtype).to(device)  # [max_positions, 2 * head_dim]
@@ -36,6 +36,11 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of [num_tokens, any number of heads, head_dim]; queries and keys go through in one call."""
     swapped = heads.roll(heads.shape[-1] // 2, -1)
     return torch.addcmul(heads * cos, swapped, sin)
+
+
+def rope_angles(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
+    """Angle of each pair at each position, [max_positions, head_dim / 2] float32, on the CPU."""
+    return torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
