@@ -145,13 +145,16 @@ class LLM:
         mine = {sample.stream.request.request_id: sample for sample in samples}
         self._samples |= mine
         ready = samples[0].ready
+        num_left = len(samples)
         try:
-            while waiting or ready or any(request_id in self._samples for request_id in mine):
+            while num_left:
                 while waiting and engine.orchestrator.num_waiting < self.config.max_num_waiting:
                     engine.add(waiting.popleft())
                 self._dispatch(engine.step())
                 while ready:
-                    yield ready.popleft()
+                    sample, delta = ready.popleft()
+                    num_left -= delta.finish_reason is not None
+                    yield sample, delta
         finally:
             for request_id in mine:
                 if self._samples.pop(request_id, None) is not None:
@@ -161,7 +164,9 @@ class LLM:
     def _dispatch(self, events: list[Event]) -> None:
         """Give every event to the stream it belongs to, whichever call is driving the engine."""
         for event in events:
-            sample = self._samples[event.request_id]
+            sample = self._samples.get(event.request_id)
+            if sample is None:
+                continue  # a stop string has ended it in an earlier event of the same drain
             if event.prompt_logprobs:
                 sample.prompt_logprobs.extend(event.prompt_logprobs)
             delta = sample.stream.add(
