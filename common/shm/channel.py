@@ -97,8 +97,9 @@ class ShmChannel:
         self._writer = RingWriter(down if is_creator else up)
         self._bells: list[Doorbell] = []
         try:
-            self._bells = [Doorbell(path.with_name(path.name + suffix)) for suffix in (_UP, _DOWN)]
-        except OSError as error:
+            for suffix in (_UP, _DOWN):
+                self._bells.append(Doorbell(path.with_name(path.name + suffix)))
+        except (OSError, SharedMemoryError) as error:
             self.close()
             raise SharedMemoryError(f"{path}: {error}") from error
         up_bell, down_bell = self._bells
