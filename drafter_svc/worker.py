@@ -19,7 +19,7 @@ from drafter_svc.shared_memory import SharedMemoryLinks
 from drafter_svc.worker_link import Kind, Message, pack, unpack_all
 from model_executor.drafting import DraftMethod
 
-_READ_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 _MAX_BATCH_BYTES = 16 << 20
 """Bytes of messages that are answered together at most."""
 
