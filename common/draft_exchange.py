@@ -148,6 +148,7 @@ class DrafterLimits:
     """What one verifier may ask of a drafter."""
 
     max_rows: int
+    """Rows open at the same time, of all verifiers together."""
     max_model_len: int
     max_frame_tokens: int
     max_branch_len: int

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from common.draft_codec import MAX_FRAME_ROWS
 from common.draft_exchange import (
     NO_BRANCHES,
     PROTOCOL_VERSION,
@@ -119,7 +120,8 @@ class DrafterCore:
             raise MismatchError(f"vocabulary: the drafter has {prints[0]}, the verifier {prints[1]}")
         limits = self.hello.limits
         for field, value, limit in (
-            ("max_rows", hello.max_rows, limits.max_rows),
+            # Numbers of rows, not open rows: a verifier may have more than the drafter has room for.
+            ("max_rows", hello.max_rows, MAX_FRAME_ROWS),
             ("branch_len", hello.branch_len, limits.max_branch_len),
             ("branch_budget", hello.branch_budget, limits.max_frame_tokens),
             ("max_model_len", hello.max_model_len, 1 << 31),

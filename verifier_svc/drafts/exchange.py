@@ -293,14 +293,14 @@ class RemoteDrafts:
             change = RowCommitted(committed.row, row.generation, base_len, token_ids)
             outgoing.updates[row.link].committed.append(change)
 
-    def _join(self, number: int, row: _Row, outgoing: _Outgoing) -> None:
-        """Give a row to the drafter with the fewest; to none if there is none, or none can hold it."""
+    def _join(self, number: int, row: _Row, outgoing: _Outgoing, refused_by: DrafterLink | None = None) -> None:
+        """Give a row to the drafter with the fewest, or to none; to `refused_by` only if there is no other."""
         if row.opened.num_speculative_tokens == 0 or row.num_refusals > MAX_REOPENS:
             return
         fitting = [link for link in self._links if link.takes_rows and len(row.tokens) < link.limits.max_model_len]
         if not fitting:
             return
-        link = min(fitting, key=lambda candidate: len(candidate.rows))
+        link = min(fitting, key=lambda candidate: (candidate is refused_by, len(candidate.rows)))
         row.link = link
         link.rows.add(number)
         link.stats.num_rows = len(link.rows)
@@ -334,12 +334,11 @@ class RemoteDrafts:
             if row is None or row.link is not link or row.generation != generation:
                 continue
             row.num_refusals += 1
-            if row.num_refusals <= MAX_REOPENS and len(row.tokens) < link.limits.max_model_len:
-                link.stats.num_resyncs += 1
-                self._reopen(number, row, link, outgoing)
-            else:
+            self._leave(number, row, outgoing)
+            self._join(number, row, outgoing, refused_by=link)
+            link.stats.num_resyncs += row.link is not None
+            if row.link is None:
                 logger.info("row without a drafter", request_id=row.opened.request_id, reason=reason)
-                self._leave(number, row, outgoing)
         self._send(outgoing)
 
     # Drafters.

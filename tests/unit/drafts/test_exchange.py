@@ -397,3 +397,14 @@ def test_a_row_longer_than_the_drafter_holds_is_not_sent(clock: Clock) -> None:
     assert transport.updates == []
     verifier.open(1, [1, 2])
     assert [entry.row for entry in transport.opened] == [1]
+
+
+def test_a_row_that_one_drafter_refuses_goes_to_another(clock: Clock) -> None:
+    def refuse(update: SessionUpdate) -> tuple[list[Branch], list[RowError]]:
+        return [], [RowError(entry.row, entry.generation, "no free row") for entry in update.opened]
+
+    full, free = ScriptedTransport("full", clock, refuse), ScriptedTransport("free", clock, counting)
+    verifier = Verifier(full, free)
+    verifier.open(0, [1])
+    assert verifier.step(0, [2]) == [2, 3, 4]
+    assert (len(full.opened), len(free.opened)) == (1, 1)
