@@ -104,13 +104,11 @@ class SharedMemoryLinks:
         """The stream has ended. A second call changes nothing."""
         link = self._links.pop(stream, None)
         if link is not None:
-            link.channel.unlink()
             link.channel.close()
 
     def close(self) -> None:
         for stream in list(self._links):
             self.close_stream(stream)
-        self._files.close()
 
     def _attach(self, link: _Link, probe: bytes) -> None:
         if probe != link.channel.secret:

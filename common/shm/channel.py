@@ -26,13 +26,12 @@ from pathlib import Path
 
 from common.errors import OutriderError
 from common.shm.ring import COUNTER_BYTES, RingFrame, RingReader, RingWriter
+from common.shm.run_files import DOWN, UP, create_locked
 
 MAX_RING_BYTES = 64 << 20
 _MAGIC = 0x4F55545249444552  # OUTRIDER
 _HEADER = struct.Struct("=QQQ16s")  # magic, data bytes of the ring up, of the ring down, secret
 _HEADER_BYTES = 64
-_UP = ".up"
-_DOWN = ".down"
 
 
 class SharedMemoryError(OutriderError):
@@ -83,10 +82,13 @@ class ShmChannel:
     Args:
         path: of the file; the FIFOs stand beside it.
         memory: of the file, whole.
-        is_creator: the creator reads the ring up and writes the ring down.
+        lock_fd: of the file, locked while it has a name; -1 for the one who has not made it. The maker reads the ring
+            up and writes the ring down.
     """
 
-    def __init__(self, path: Path, memory: mmap.mmap, is_creator: bool) -> None:
+    def __init__(self, path: Path, memory: mmap.mmap, lock_fd: int = -1) -> None:
+        is_creator = lock_fd >= 0
+        self._lock_fd = lock_fd
         _, up_bytes, down_bytes, self.secret = _HEADER.unpack_from(memory)
         self._path = path
         self._memory = memory
@@ -97,7 +99,7 @@ class ShmChannel:
         self._writer = RingWriter(down if is_creator else up)
         self._bells: list[Doorbell] = []
         try:
-            for suffix in (_UP, _DOWN):
+            for suffix in (UP, DOWN):
                 self._bells.append(Doorbell(path.with_name(path.name + suffix)))
         except (OSError, SharedMemoryError) as error:
             self.close()
@@ -144,13 +146,17 @@ class ShmChannel:
         self._own_bell.silence()
 
     def unlink(self) -> None:
-        """Remove the names. What is open stays usable. A second call changes nothing."""
-        for suffix in ("", _UP, _DOWN):
-            with contextlib.suppress(OSError):
-                self._path.with_name(self._path.name + suffix).unlink()
+        """Remove the names, of the one who made them. What is open stays usable. A second call changes nothing."""
+        if self._lock_fd >= 0:
+            for suffix in (UP, DOWN, ""):
+                with contextlib.suppress(OSError):
+                    self._path.with_name(self._path.name + suffix).unlink()
+            os.close(self._lock_fd)
+            self._lock_fd = -1
 
     def close(self) -> None:
-        """Let go of everything but the names. A second call changes nothing."""
+        """Let go of everything, names included. A second call changes nothing."""
+        self.unlink()
         self._reader.close()
         self._writer.close()
         while self._views:
@@ -177,25 +183,23 @@ def create_channel(path: Path, up_bytes: int, down_bytes: int) -> ShmChannel:
     """
     up_bytes, down_bytes = _round_up(up_bytes), _round_up(down_bytes)
     size = _HEADER_BYTES + 2 * COUNTER_BYTES + up_bytes + down_bytes
-    made: list[Path] = []
+    names = [path.with_name(path.name + suffix) for suffix in (UP, DOWN)]
     try:
-        for suffix in (_UP, _DOWN):
-            fifo = path.with_name(path.name + suffix)
-            os.mkfifo(fifo, 0o600)
-            made.append(fifo)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        made.append(path)
-        try:
-            os.posix_fallocate(fd, 0, size)  # a full file system is noticed here, and not by a signal at a store
-            memory = mmap.mmap(fd, size)
-        finally:
-            os.close(fd)
-        _HEADER.pack_into(memory, 0, _MAGIC, up_bytes, down_bytes, secrets.token_bytes(16))
-        return ShmChannel(path, memory, is_creator=True)
+        fd = create_locked(path)
     except OSError as error:
-        for name in made:
+        raise SharedMemoryError(f"{path}: {error.strerror or error}") from error
+    try:
+        for name in names:
+            os.mkfifo(name, 0o600)
+        os.posix_fallocate(fd, 0, size)  # a full file system is noticed here, and not by a signal at a store
+        memory = mmap.mmap(fd, size)
+    except OSError as error:
+        for name in (*names, path):
             name.unlink(missing_ok=True)
-        raise SharedMemoryError(f"{path}: {error}") from error
+        os.close(fd)
+        raise SharedMemoryError(f"{path}: {error.strerror or error}") from error
+    _HEADER.pack_into(memory, 0, _MAGIC, up_bytes, down_bytes, secrets.token_bytes(16))
+    return ShmChannel(path, memory, fd)
 
 
 def open_channel(path: Path) -> ShmChannel:
@@ -224,7 +228,7 @@ def open_channel(path: Path) -> ShmChannel:
     if magic != _MAGIC or up_bytes % 64 or down_bytes % 64 or not up_bytes or not down_bytes or expected != len(memory):
         memory.close()
         raise SharedMemoryError(f"{path}: expected two rings, found something else")
-    return ShmChannel(path, memory, is_creator=False)
+    return ShmChannel(path, memory)
 
 
 def _round_up(num_bytes: int) -> int:

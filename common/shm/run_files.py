@@ -1,7 +1,7 @@
-"""Files of one run in a shared directory: named after it, and removed by the next run if this one is killed.
+"""Files of one run in a shared directory: named after it, and removed by another run if this one is killed.
 
-A run holds a lock on its lock file for as long as its process lives; the kernel lets go of it whatever ends the
-process. So files whose lock is free are nobody's. Nothing here waits for a lock: a run that hangs keeps its files, and
+Whoever makes a file holds a lock on it for as long as it has a name; the kernel lets go of the lock whatever ends the
+process. So a file whose lock is free is nobody's. Nothing here waits for a lock: a run that hangs keeps its files, and
 holds up no one.
 """
 
@@ -14,9 +14,10 @@ import re
 import secrets
 from pathlib import Path
 
-_PREFIX = "outrider-"
-_LOCK = re.compile(r"outrider-([0-9a-f]{16})\.lock")
-_FILE = re.compile(r"outrider-([0-9a-f]{16})-\d{1,12}(?:\.(?:up|down))?")
+UP = ".up"
+DOWN = ".down"
+_BELLS = (UP, DOWN)
+_FILE = re.compile(r"outrider-[0-9a-f]{16}-\d{1,12}")
 
 
 def is_run_file(name: str) -> bool:
@@ -25,68 +26,66 @@ def is_run_file(name: str) -> bool:
 
 
 class RunFiles:
-    """The files of this run. Making one removes what dead runs have left in the directory.
+    """Names of the files of this run. Making one removes what dead runs have left in the directory.
 
     Args:
         directory: where; it must exist.
 
     Raises:
-        OSError: the directory cannot be written to.
+        OSError: the directory cannot be read.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self._directory = directory
+        self._run_id = secrets.token_hex(8)
         self._next_number = 0
-        self._lock_fd = -1
-        for _ in range(8):  # a run that starts at the same time may take our lock file for a dead one's
-            self._run_id = secrets.token_hex(8)
-            self._lock_path = directory / f"{_PREFIX}{self._run_id}.lock"
-            fd = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            if _try_lock(fd) and _is_at(fd, self._lock_path):
-                self._lock_fd = fd
-                break
-            os.close(fd)
-        else:
-            raise OSError(f"no lock file could be kept in {directory}")
         self.num_removed = remove_stale_files(directory)
 
     def new_path(self) -> Path:
         """A path that no other file has."""
         self._next_number += 1
-        return self.directory / f"{_PREFIX}{self._run_id}-{self._next_number}"
+        return self._directory / f"outrider-{self._run_id}-{self._next_number}"
 
-    def close(self) -> None:
-        """Remove the lock file; the files have been removed by whoever made them. A second call changes nothing."""
-        if self._lock_fd >= 0:
-            self._lock_path.unlink(missing_ok=True)
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+
+def create_locked(path: Path) -> int:
+    """Make a file that is not there yet, and lock it; returns its descriptor.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    for _ in range(8):  # a run that cleans up at this moment takes a file for a dead one's until it is locked
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        if _try_lock(fd) and _is_at(fd, path):
+            return fd
+        os.close(fd)
+        path.unlink(missing_ok=True)
+    raise OSError(f"{path}: somebody else removes it again and again")
 
 
 def remove_stale_files(directory: Path) -> int:
-    """Remove the files of runs that are dead; returns how many. What cannot be removed stays."""
+    """Remove the files of runs that are dead; returns how many. What cannot be removed stays.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
     names = os.listdir(directory)
-    living: set[str] = set()
     num_removed = 0
     for name in names:
-        match = _LOCK.fullmatch(name)
-        if match is None:
-            continue
-        if _is_stale(directory / name):
-            num_removed += _remove(directory / name)
-        else:
-            living.add(match[1])
+        path = directory / name
+        if is_run_file(name) and _is_stale(path):
+            num_removed += sum(_remove(path.with_name(name + suffix)) for suffix in (*_BELLS, ""))
     for name in names:
-        match = _FILE.fullmatch(name)
-        if match is not None and match[1] not in living:
-            num_removed += _remove(directory / name)
+        path = directory / name
+        # Bells are made after their file, and removed before it.
+        if path.suffix in _BELLS and is_run_file(path.stem) and not path.with_name(path.stem).exists():
+            num_removed += _remove(path)
     return num_removed
 
 
-def _is_stale(lock_path: Path) -> bool:
-    """Nobody holds the lock. A lock file of another user, or one that is gone, is left to others."""
+def _is_stale(path: Path) -> bool:
+    """Nobody holds the lock. A file of another user, or one that is gone, is left to others."""
     try:
-        fd = os.open(lock_path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return False
     try:

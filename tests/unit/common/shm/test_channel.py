@@ -35,6 +35,7 @@ def test_frames_both_ways_and_nothing_left(tmp_path: Path) -> None:
     assert creator.secret == opener.secret != bytes(16)
     assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o600
     creator.unlink()
+    creator.unlink()
     assert list(tmp_path.iterdir()) == []
     for index in range(1000):  # many times around the rings
         frame = bytes([index % 251]) * (index % 300)
@@ -124,19 +125,21 @@ def _remove_bell(path: Path) -> None:
     [_cut, _scribble, _grow_a_ring, _empty, _replace_by_directory, _replace_by_link, _replace_bell, _remove_bell],
 )
 def test_what_is_no_channel_is_not_opened(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    create_channel(tmp_path / NAME, 4096, 4096).close()
+    creator = create_channel(tmp_path / NAME, 4096, 4096)
     damage(tmp_path / NAME)
     num_fds = len(os.listdir("/proc/self/fd"))
     with pytest.raises(SharedMemoryError, match="outrider-0123456789abcdef-1"):
         open_channel(tmp_path / NAME)
     assert len(os.listdir("/proc/self/fd")) == num_fds
+    creator.close()
 
 
 def test_a_file_of_another_user_is_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create_channel(tmp_path / NAME, 4096, 4096).close()
+    creator = create_channel(tmp_path / NAME, 4096, 4096)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(SharedMemoryError, match="expected a file of user 12345"):
         open_channel(tmp_path / NAME)
+    creator.close()
 
 
 def test_a_full_disk_or_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import signal
@@ -11,22 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from common.shm.run_files import RunFiles, is_run_file, remove_stale_files
+from common.shm.channel import create_channel
+from common.shm.run_files import RunFiles, create_locked, is_run_file, remove_stale_files
 
 _SPAWN = multiprocessing.get_context("spawn")
 
 
 def _hold(directory: Path, ready: Connection) -> None:
-    files = RunFiles(directory)
-    for suffix in ("", ".up", ".down"):
-        path = files.new_path()
-        path.with_name(path.name + suffix).write_bytes(b"")
-    ready.send(None)
+    channel = create_channel(RunFiles(directory).new_path(), 4096, 4096)
+    ready.send(channel.secret)
     time.sleep(60)
 
 
 @pytest.mark.parametrize("is_hung", [False, True])
-def test_files_go_when_their_run_is_dead_and_not_before(tmp_path: Path, is_hung: bool) -> None:
+def test_files_go_when_their_maker_is_dead_and_not_before(tmp_path: Path, is_hung: bool) -> None:
     other = tmp_path / "outrider-notes.txt"
     other.write_text("of somebody else")
     ours, theirs = _SPAWN.Pipe()
@@ -40,32 +39,47 @@ def test_files_go_when_their_run_is_dead_and_not_before(tmp_path: Path, is_hung:
         start = time.monotonic()
         assert remove_stale_files(tmp_path) == 0
         assert time.monotonic() - start < 1
-        assert len(list(tmp_path.iterdir())) == 5
+        assert len(list(tmp_path.iterdir())) == 4
     finally:
         process.kill()
         process.join(10)
-    files = RunFiles(tmp_path)
-    assert files.num_removed == 4
-    assert len(list(tmp_path.iterdir())) == 2
-    files.close()
-    files.close()
+    assert RunFiles(tmp_path).num_removed == 3
     assert list(tmp_path.iterdir()) == [other]
 
 
-def test_files_without_a_lock_file_are_stale(tmp_path: Path) -> None:
-    (tmp_path / "outrider-0123456789abcdef-7").write_bytes(b"")
-    (tmp_path / "outrider-0123456789abcdef-7.up").write_bytes(b"")
+def test_bells_without_their_file_are_stale(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "outrider-0123456789abcdef-7.up")
+    (tmp_path / "outrider-0123456789abcdef-7.down").write_bytes(b"")
     assert remove_stale_files(tmp_path) == 2
 
 
-def test_many_runs_start_at_once(tmp_path: Path) -> None:
-    runs = [RunFiles(tmp_path) for _ in range(20)]
-    paths = [run.new_path() for run in runs for _ in range(3)]
-    assert len(set(paths)) == 60
+def test_files_of_the_living_stay(tmp_path: Path) -> None:
+    runs = [RunFiles(tmp_path) for _ in range(5)]
+    channels = [create_channel(run.new_path(), 64, 64) for run in runs for _ in range(3)]
     assert remove_stale_files(tmp_path) == 0
-    for run in runs:
-        run.close()
+    assert len(list(tmp_path.iterdir())) == 3 * len(channels)
+    for channel in channels:
+        channel.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_removed_before_it_is_locked_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_flock, path = fcntl.flock, tmp_path / "outrider-0123456789abcdef-1"
+    num_removed = 0
+
+    def flock(fd: int, operation: int) -> None:
+        nonlocal num_removed
+        if num_removed < 2:
+            num_removed += 1
+            path.unlink()
+        real_flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    fd = create_locked(path)
+    assert path.exists()
+    os.close(fd)
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
