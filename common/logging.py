@@ -31,6 +31,9 @@ _LEVELS: dict[str, int] = {
 _STDERR = 2
 _FORMATS = ("auto", "console", "json")
 
+# Loggers of dependencies whose debug records say nothing about us.
+_NOISY = ("asyncio", "grpc")
+
 # Applied to every record, whether it began in structlog or in the standard library.
 _ENRICH: tuple[Processor, ...] = (
     structlog.contextvars.merge_contextvars,
@@ -107,6 +110,8 @@ def configure_logging(level: str = "info", fmt: str = "auto", stream: TextIO | N
             root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(_LEVELS[level])
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(max(_LEVELS[level], logging.INFO))
 
     _route_to_standard_library()
 

@@ -38,6 +38,10 @@ class DrafterConfig(BaseModel):
     """Longest branch that a verifier may ask for, tokens."""
     max_verifiers: int = Field(default=64, ge=1, le=4096)
     """Verifiers connected at the same time."""
+    metrics_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of the Prometheus metrics, at /metrics; 0 takes a free one; without it there is none."""
+    metrics_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address of the Prometheus metrics; everybody who reaches it can read them."""
     prompt_lookup_max: int = Field(default=5, ge=1, le=32)
     """Longest n-gram that the n-gram method looks for."""
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)

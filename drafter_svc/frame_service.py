@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from common.draft_codec import DraftCodecError, decode_verifier_frame, encode_drafter_hello, encode_info, encode_reply
 from common.draft_exchange import NO_BRANCHES, DraftReply, RowError, VerifierHello
 from common.errors import OutriderError
+from common.histogram import Histogram
 from common.logging import get_logger
 from common.shm.host import host_id
 from common.shm.ring import RingCorruptError
 from drafter_svc.core import DrafterCore
+from drafter_svc.metrics import METHOD_BOUNDS, WorkerCounts
 from drafter_svc.sessions import VerifierSessions
 from drafter_svc.shared_memory import SharedMemoryLinks
 from drafter_svc.worker_link import Kind, Message, pack
@@ -66,8 +71,34 @@ class FrameService:
         self._refused: set[int] = set()  # streams that were told to end, and have not ended yet
         self._max_frame_tokens = core.hello.limits.max_frame_tokens
         self._host_id = host_id()
+        self.num_frames = 0
         self.num_malformed_frames = 0
         self.num_repeated_frames = 0
+        self.num_branches = 0
+        self.num_draft_tokens = 0
+        self.method_times = Histogram(METHOD_BOUNDS)
+
+    def counts(self) -> WorkerCounts:
+        """For whoever scrapes metrics."""
+        load, sessions = self._core.load(), self._core.stats
+        return WorkerCounts(
+            method=self._core.hello.method,
+            num_rows=load.num_rows,
+            max_rows=load.max_rows,
+            num_verifiers=load.num_streams,
+            num_opened=sessions.num_opened,
+            num_closed=sessions.num_closed,
+            num_stale=sessions.num_stale,
+            num_duplicates=sessions.num_duplicates,
+            num_row_errors=sessions.num_row_errors,
+            num_frames=self.num_frames,
+            num_malformed_frames=self.num_malformed_frames,
+            num_repeated_frames=self.num_repeated_frames,
+            num_branches=self.num_branches,
+            num_draft_tokens=self.num_draft_tokens,
+            method_counts=self.method_times.counts,
+            method_total_s=self.method_times.total,
+        )
 
     def handle(self, messages: Sequence[Message]) -> list[bytes]:
         """Take in messages, draft once for all of them, and return what to send.
@@ -84,6 +115,8 @@ class FrameService:
             elif message.kind == Kind.END:
                 self._end(message.stream)
                 pending.pop(message.stream, None)
+            elif message.kind == Kind.COUNTS:
+                out.append(pack(Kind.COUNTS, message.stream, msgspec.msgpack.encode(self.counts())))
             elif message.kind == Kind.INFO:
                 info = encode_info(self._core.hello, self._core.load(len(pending)), self._host_id)
                 out.append(pack(Kind.INFO, message.stream, info))
@@ -92,6 +125,7 @@ class FrameService:
         return out
 
     def _take_frame(self, message: Message, pending: dict[int, _Pending], out: list[bytes]) -> None:
+        self.num_frames += 1
         if message.stream in self._refused:
             return
         try:
@@ -116,6 +150,8 @@ class FrameService:
         owed.num_frames += 1
         if stream.is_new(sequence):
             owed.errors += stream.sessions.apply(content)
+            for opened in content.opened:
+                logger.debug("row opened", request_id=opened.request_id, stream=message.stream, row=opened.row)
         else:
             self.num_repeated_frames += 1
 
@@ -129,11 +165,15 @@ class FrameService:
         out.append(pack(Kind.END, stream, f"{error.status}\n{error}".encode()))
 
     def _answer(self, pending: dict[int, _Pending], out: list[bytes]) -> None:
+        start_s = time.perf_counter()
         try:
             batches = self._core.draft([self._streams[stream].sessions for stream in pending])
         except Exception:  # a bug of a method costs drafts, not the verifiers that wait for an answer
             logger.exception("the draft method failed")
             batches = [NO_BRANCHES] * len(pending)
+        self.method_times.observe(time.perf_counter() - start_s)
+        self.num_branches += sum(map(len, batches))
+        self.num_draft_tokens += sum(len(branches.token_ids) for branches in batches)
         load = self._core.load()
         for (stream, owed), branches in zip(pending.items(), batches, strict=True):
             for error in owed.errors:

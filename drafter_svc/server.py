@@ -23,9 +23,11 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import EngineClosedError, OutriderError
 from common.logging import get_logger
+from common.metrics import MetricsServer
 from common.protos.outrider.v1 import drafter_pb2 as pb
 from common.rpc.server import ServerLimits, build_server, listen_tcp
 from drafter_svc.config import DrafterConfig
+from drafter_svc.metrics import DrafterMetrics
 from drafter_svc.worker_link import Kind, Message, pack, unpack_all
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["Drafter"].full_name
@@ -87,11 +89,18 @@ class WorkerLink:
 
     async def info(self) -> bytes:
         """An InfoResponse of the worker."""
+        return await self._ask(Kind.INFO)
+
+    async def counts(self) -> bytes:
+        """A `WorkerCounts` of the worker."""
+        return await self._ask(Kind.COUNTS)
+
+    async def _ask(self, kind: Kind) -> bytes:
         number = self._next_stream
         self._next_stream += 1
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._infos[number] = future
-        self._writer.write(pack(Kind.INFO, number))
+        self._writer.write(pack(kind, number))
         try:
             return await asyncio.wait_for(future, _INFO_TIMEOUT_S)
         except TimeoutError:
@@ -105,7 +114,7 @@ class WorkerLink:
         while data := await self._reader.read(1 << 20):
             buffer += data
             for message in unpack_all(buffer):
-                if message.kind == Kind.INFO:
+                if message.kind in (Kind.INFO, Kind.COUNTS):
                     future = self._infos.get(message.stream)
                     if future is not None and not future.done():
                         future.set_result(message.payload)
@@ -200,12 +209,19 @@ async def serve_drafter(
     process.start()
     theirs.close()
     reader, writer = await asyncio.open_connection(sock=ours)
+    metrics_server: MetricsServer | None = None
     try:
         await _wait_until_ready(reader)
         host = f"[{config.host}]" if ":" in config.host else config.host
         link = WorkerLink(reader, writer)
+        if config.metrics_port is not None:
+            metrics = DrafterMetrics(link.counts, asyncio.get_running_loop())
+            metrics_server = MetricsServer(config.metrics_host, config.metrics_port, metrics)
+            logger.info("metrics", url=f"http://{metrics_server.address}/metrics")
         return await serve_link(server, link, config.max_verifiers, lambda: announce(f"{host}:{port}"))
     finally:
+        if metrics_server is not None:
+            await asyncio.to_thread(metrics_server.close)
         writer.close()
         # The loop closes the socket, which ends the worker: a join that holds the loop up would wait in vain.
         with contextlib.suppress(OSError):

@@ -26,6 +26,8 @@ class Kind(IntEnum):
     """The stream has ended. From the worker, the payload is a status and a message, a line each."""
     INFO = 4
     """A request for an InfoResponse, and the answer, under the same stream number."""
+    COUNTS = 6
+    """A request for `drafter_svc.metrics.WorkerCounts`, and the answer, under the same stream number."""
     BROKEN = 5
     """Within the worker: the stream's shared memory is damaged; the payload says how."""
 

@@ -158,9 +158,13 @@ class DrafterLink:
         self.stats.num_replies += 1
         # A sequence that was never sent would stop the waiting for answers that are still to come.
         self.answered_sequence = max(self.answered_sequence, min(sequence, self.sent_sequence))
-        latency = 0.0
+        sent_s = None
         while self._sent_at and self._sent_at[0][0] <= sequence:
-            latency = received_s - self._sent_at.popleft()[1]
+            sent_s = self._sent_at.popleft()[1]
+        latency = 0.0
+        if sent_s is not None:
+            latency = received_s - sent_s
+            self.stats.round_trips.observe(latency)
         is_in_time = latency <= deadline_s
         if is_in_time:
             self._missed_s = 0.0
