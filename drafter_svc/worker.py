@@ -38,8 +38,8 @@ def run_worker(sock: socket.socket, config: DrafterConfig, log_level: str, metho
     except OutriderError as error:
         sock.sendall(pack(Kind.FAILED, payload=f"{error.status}\n{error}".encode()))
         return
-    sock.sendall(pack(Kind.READY, payload=core.hello.incarnation_id.encode()))
     links = _open_shared_memory(config)
+    sock.sendall(pack(Kind.READY, payload=core.hello.incarnation_id.encode()))
     try:
         serve(sock, FrameService(core, links), links)
     finally:
