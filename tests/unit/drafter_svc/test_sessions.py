@@ -212,7 +212,9 @@ def test_a_verifier_that_does_not_fit_is_refused(changes: dict[str, object], mes
     assert caught.value.status == "FAILED_PRECONDITION"
 
 
-@pytest.mark.parametrize("changes", [{"max_rows": (1 << 16) + 1}, {"branch_len": 17}, {"branch_len": 0}, {"branch_budget": 0}])
+@pytest.mark.parametrize(
+    "changes", [{"max_rows": (1 << 16) + 1}, {"branch_len": 17}, {"branch_len": 0}, {"branch_budget": 0}]
+)
 def test_a_verifier_that_wants_too_much_is_refused(core: DrafterCore, changes: dict[str, object]) -> None:
     with pytest.raises(InvalidArgumentError, match=next(iter(changes))):
         core.connect(make_hello(**changes))
