@@ -121,20 +121,20 @@ class Output:
         self._num_sent = end
         stream = self.stream
         token_ids = stream.token_ids[begin:end]
-        chunk = pb.GenerateStreamChunk(
-            token_ids=token_ids,
-            prompt_tokens=stream.request.prompt_len,
-            completion_tokens=end - begin,  # of this chunk, as vLLM counts
-            cached_tokens=self.num_cached_tokens,
-            index=self.index,
-        )
+        response = pb.GenerateResponse()
+        chunk = response.chunk  # filled in place: made apart it would be copied, 3.5 us instead of 2.2
+        chunk.token_ids.extend(token_ids)
+        chunk.prompt_tokens = stream.request.prompt_len
+        chunk.completion_tokens = end - begin  # of this chunk, as vLLM counts
+        chunk.cached_tokens = self.num_cached_tokens
+        chunk.index = self.index
         if stream.logprobs:
             chunk.output_logprobs.CopyFrom(output_logprobs(token_ids, stream.logprobs[begin:end]))
         if self._step_counts is not None:
             chunk.MergeFromString(encode_step_counts(self._take_step_counts(len(token_ids))))
         if begin == 0:
             self._add_input_logprobs(chunk)
-        return pb.GenerateResponse(chunk=chunk)
+        return response
 
     def take_complete(self, with_logprobs: bool) -> pb.GenerateResponse | None:
         """The last message, once everything before it has been taken; None before that, and after."""
