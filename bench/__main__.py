@@ -9,6 +9,7 @@ from pathlib import Path
 
 _BENCHES = {
     "cpu": "the demo target on this CPU: against transformers, with and without speculation; host time of a step",
+    "decode": "decode on a GPU with random weights: off and with n-gram drafts, against the floor",
     "exchange": "the draft exchange over gRPC on loopback: round trip, codec, landing and matching",
     "serving": "a verifier under Poisson arrivals: latencies, goodput, acceptance; and what its front costs the engine",
 }

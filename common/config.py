@@ -72,7 +72,7 @@ class EngineConfig(BaseModel):
     """Longest n-gram that the n-gram drafter looks for."""
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)
     """Shortest n-gram that counts as a match."""
-    device: Literal["cpu"] = "cpu"
+    device: Literal["cpu", "cuda"] = "cpu"
     """Where the model runs."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto: float32 on a CPU, so that output does not depend on speculation."""
@@ -86,6 +86,10 @@ class EngineConfig(BaseModel):
     """Requests that wait for a row; one more is refused with RESOURCE_EXHAUSTED."""
     kv_cache_memory: Bytes = Field(default=1 << 30, ge=1)
     """Bytes of KV cache on a CPU; '512M' and '4G' are understood."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0.0, lt=1.0)
+    """Share of a GPU's memory that weights, activations and KV cache may take; the KV cache gets what is left."""
+    cuda_graphs: Literal["full", "none"] = "full"
+    """full: a decode step on a GPU is one graph; none: its kernels are launched one by one."""
     enable_prefix_caching: bool = True
     """Keep the KV of prompts for later ones that begin alike."""
     async_scheduling: bool = True

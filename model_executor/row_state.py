@@ -50,7 +50,7 @@ class RowState:
     ) -> None:
         """Give `row` to a request: `tokens` are committed, KV of the first `num_computed_tokens` is in its blocks."""
         count = len(tokens)
-        self.token_ids[row, :count] = torch.tensor(tokens, dtype=torch.int32)
+        self.token_ids[row, :count] = self._to_device(tokens, torch.int32)
         self.committed_len[row] = count
         self.num_computed_tokens[row] = num_computed_tokens
         self.prompt_len[row] = prompt_len
@@ -60,4 +60,10 @@ class RowState:
 
     def append_blocks(self, row: int, start: int, block_ids: Sequence[int]) -> None:
         """Put `block_ids` at block_table[row, start:]."""
-        self.block_table[row, start : start + len(block_ids)] = torch.tensor(block_ids)
+        self.block_table[row, start : start + len(block_ids)] = self._to_device(block_ids, torch.int64)
+
+    def _to_device(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of `values`; the copy to a GPU waits for nothing, and its pinned memory is reused by torch."""
+        if self.device.type == "cpu":
+            return torch.tensor(values, dtype=dtype)
+        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +16,21 @@ from common.model_identity import read_model_identity
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.drafting import DraftMethod, NoDraft
 from model_executor.kv_cache import KVCache, num_blocks_for
-from model_executor.models.config import load_model_config
-from model_executor.models.registry import load_model, resolve_dtype, resolve_max_model_len
+from model_executor.models.config import ModelConfig, load_model_config
+from model_executor.models.registry import (
+    LoadedModel,
+    build_decoder,
+    load_parameters,
+    resolve_dtype,
+    resolve_max_model_len,
+)
 from model_executor.row_state import RowState
 from verifier_svc.drafts.builder import build_remote_drafts, build_verifier_hello
 from verifier_svc.drafts.grpc_transport import GrpcTransport
 from verifier_svc.drafts.shared_memory import SharedMemoryOptions
+from verifier_svc.engine.cuda_memory import num_cuda_blocks
 from verifier_svc.engine.engine import Engine
-from verifier_svc.engine.executor import InlineExecutor
+from verifier_svc.engine.executor import InlineExecutor, StepExecutor
 from verifier_svc.engine.model_runner import ModelRunner
 from verifier_svc.front.admission import ServedModel
 from verifier_svc.orchestrator.block_pool import BlockPool
@@ -81,30 +89,67 @@ def build_local_engine(
     """
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    device = torch.device(config.device)
     # First what takes no time: a limit that does not fit is said before weights are read. And the tokenizer's loader
     # reads config.json too: it would call a broken one a broken tokenizer.
     model_config = load_model_config(config.model)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    dtype = resolve_dtype(config.dtype, model_config, device)
-    num_blocks = num_blocks_for(config.kv_cache_memory, model_config, dtype, max_model_len)
+    if config.device == "cpu":
+        _num_cpu_blocks(config, model_config, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
-    decoder = load_model(config.model, config.dtype, device, max_model_len, progress)
+    loaded = load_parameters(config.model, config.dtype, torch.device(config.device), max_model_len, progress)
+    return assemble_engine(config, loaded, tokenizer, draft_method)
+
+
+def assemble_engine(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    tokenizer: Tokenizer | None = None,
+    draft_method: DraftMethod | None = None,
+    forced_acceptance: Sequence[float] = (),
+) -> LocalEngine:
+    """Wire an engine around a model in memory.
+
+    Args:
+        config: what to serve.
+        loaded: the model, on `config.device`; its layers are taken out of it.
+        tokenizer: None: token ids in and out.
+        draft_method: used instead of the one that `config.drafter` names.
+        forced_acceptance: for benchmarks on a GPU, chance that at least 1, 2, ... draft tokens are accepted.
+    """
+    device = torch.device(config.device)
+    model_config, max_model_len = loaded.config, loaded.max_model_len
+    dtype = loaded.parameters.embed_tokens.dtype
+    layers = list(loaded.parameters.layers)
+    decoder = build_decoder(loaded)
+    if device.type == "cuda":
+        num_blocks = num_cuda_blocks(decoder, config.gpu_memory_utilization, config.max_num_batched_tokens)
+    else:
+        num_blocks = _num_cpu_blocks(config, model_config, max_model_len)
     # No more blocks than all rows together can ever fill: a small model would only clear memory that nobody uses.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // BLOCK_SIZE) + 1)
     kv_cache = KVCache(model_config, num_blocks, dtype, device)
-    rows = RowState(config.max_num_seqs, max_model_len, BLOCK_SIZE, device)
-    sampling = SamplingState(config.max_num_seqs, model_config.vocab_size, device)
+    num_rows = config.max_num_seqs + (device.type == "cuda")  # a graph fills its unused entries with one row more
+    rows = RowState(num_rows, max_model_len, BLOCK_SIZE, device)
+    sampling = SamplingState(num_rows, model_config.vocab_size, device)
     if draft_method is None:
         draft_method = build_draft_method(config, model_config.vocab_size, max_model_len, device)
     runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
+    depth = ASYNC_DEPTH if config.async_scheduling else 1
+    executor: StepExecutor = InlineExecutor(runner)
+    if device.type == "cuda" and isinstance(draft_method, NoDraft | NgramMethod):
+        # Late: they import triton, which a machine without a GPU need not have.
+        from model_executor.models.fused_decoder import FusedDecoder, supports
+        from verifier_svc.engine.build_cuda import build_cuda_executor
+
+        if supports(model_config):
+            fused = FusedDecoder(model_config, loaded.parameters, layers, kv_cache, max_model_len)
+            executor = build_cuda_executor(config, fused, runner, rows, sampling, depth, forced_acceptance)
     orchestrator = Orchestrator(
         BlockPool(num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
     )
-    depth = ASYNC_DEPTH if config.async_scheduling else 1
     served = ServedModel(
         vocab_size=model_config.vocab_size,
         max_model_len=max_model_len,
@@ -120,7 +165,12 @@ def build_local_engine(
         served_max_model_len=max_model_len,
         num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, InlineExecutor(runner), depth), served, dtype_name, draft_method)
+    return LocalEngine(Engine(orchestrator, executor, depth), served, dtype_name, draft_method)
+
+
+def _num_cpu_blocks(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> int:
+    dtype = resolve_dtype(config.dtype, model_config, torch.device("cpu"))
+    return num_blocks_for(config.kv_cache_memory, model_config, dtype, max_model_len)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

@@ -46,7 +46,7 @@ class DecoderLayer:
         query, key, value = qk[:, : self._num_heads], qk[:, self._num_heads :], heads[:, self._num_qk_heads :]
         attended = self._attention.forward(query, key, value, layer_kv, metadata)
         # A sum in place is 1 us cheaper than the sum that oneDNN can do as a part of the product.
-        hidden = self._o(attended.view(num_tokens, -1)).add_(hidden)
+        hidden = self._o(attended.reshape(num_tokens, -1)).add_(hidden)
         gate_up = self._gate_up(self._post_attention_norm(hidden))
         gate, up = gate_up.chunk(2, -1)
         return self._down(F.silu(gate).mul_(up)).add_(hidden)

@@ -1,8 +1,8 @@
 """The decoder as a decode step on a GPU runs it: few kernels, fixed shapes, buffers made once.
 
 Two ways through a layer. Up to `MAX_TOKENS` tokens, five fused kernels (docs/adr/0008-fused-gemm-of-few-rows.md); more
-tokens go through the vendor's matrix products with `add_rms_norm` and `silu_mul` between them. Both may be captured in a
-CUDA graph: nothing is allocated and no shape depends on the data.
+tokens go through the vendor's matrix products with `add_rms_norm` and `silu_mul` between them. Both may be captured in
+a CUDA graph: nothing is allocated and no shape depends on the data.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ class DecodeBuffers:
     before_attention: NormInput
     before_mlp: NormInput
     workspace: SplitWorkspace
+
+
+def supports(config: ModelConfig) -> bool:
+    """Whether `FusedDecoder` can run the model: half a head is a tile of the tensor cores."""
+    return config.head_dim >= 32 and config.head_dim & (config.head_dim - 1) == 0
 
 
 class FusedDecoder:

@@ -23,7 +23,7 @@ from verifier_svc.orchestrator.step import PlannedRow, RowOutcome, StepOutcome, 
 from verifier_svc.sampling.commit import FINISHED_LENGTH, FINISHED_STOP, NOT_FINISHED, CommitResult, match_and_commit
 from verifier_svc.sampling.logprobs import gather_logprobs
 from verifier_svc.sampling.sampler import Sampler
-from verifier_svc.sampling.state import SamplingState
+from verifier_svc.sampling.state import RANDOM, SamplingState
 
 _FINISH_REASONS = {
     NOT_FINISHED: None,
@@ -79,10 +79,26 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute one step and say what it committed."""
-        self._stage(plan)
+        self.stage(plan)
         outcome = self._execute(plan)
-        self._draft_method.observe(self._sessions.update(plan, outcome))
+        self.observe(plan, outcome)
         return outcome
+
+    def observe(self, plan: StepPlan, outcome: StepOutcome) -> None:
+        """Tell the draft method what a step did; part of `run`."""
+        self._draft_method.observe(self._sessions.update(plan, outcome))
+
+    def is_plain_decode(self, plan: StepPlan) -> bool:
+        """Whether every row decodes, and samples by temperature alone, without log probabilities."""
+        flags = self._sampling.flags
+        return all(
+            planned.num_tokens == 1
+            and planned.max_new_tokens > 0
+            and flags[planned.row] & ~RANDOM == 0
+            and self._num_logprobs[planned.row] is None
+            and not self._prompt_logprobs.wants(planned.row)
+            for planned in plan.rows
+        )
 
     def close(self) -> None:
         """Let go of the draft method; no step runs after this."""
@@ -107,7 +123,8 @@ class ModelRunner:
         logprobs = self._logprobs(step, where, logits, sampled)
         return _outcome(plan, _row_outcomes(step, draft_len, result, logprobs, prompt_logprobs))
 
-    def _stage(self, plan: StepPlan) -> None:
+    def stage(self, plan: StepPlan) -> None:
+        """Bring new rows and blocks of a plan to the device; part of `run`."""
         generations = {planned.row: planned.generation for planned in plan.rows} if plan.new_rows else {}
         for new in plan.new_rows:
             request = new.request

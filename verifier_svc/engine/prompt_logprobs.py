@@ -35,6 +35,10 @@ class PromptLogprobs:
         else:
             self._wanted[row] = num_logprobs
 
+    def wants(self, row: int) -> bool:
+        """Whether the row still has prompt log probabilities to come."""
+        return row in self._wanted
+
     def compute(self, planned: list[PlannedRow], hidden: Tensor, batch: ForwardBatch) -> dict[int, list[TokenLogprobs]]:
         """Entries of the prompt tokens that follow this step's tokens, by row. hidden: [num_tokens, hidden]."""
         if not self._wanted:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from common.draft_exchange import RowCommitted, RowOpened, SessionUpdate
 from verifier_svc.orchestrator.step import NewRow, StepOutcome, StepPlan
 
+# A frame carries it in 32 bits, a request may name any number, and no vocabulary has more tokens than this.
+_MAX_TOP_K = 2**31 - 1
+
 
 class SessionTracker:
     """Turns plans and outcomes, in order, into session updates. It knows how long each row is, and nothing else."""
@@ -42,6 +45,6 @@ def _opened(new: NewRow, generation: int) -> RowOpened:
         seed=request.seed,
         temperature=0.0 if params.is_greedy else params.temperature,
         top_p=params.top_p,
-        top_k=params.top_k,
+        top_k=min(params.top_k, _MAX_TOP_K),
         min_p=params.min_p,
     )

@@ -1,0 +1,235 @@
+"""`python -m bench decode`: decode speed on a GPU, against the floor measured in the same run.
+
+Random weights of known shapes, prompts of repeated random segments, and drafts that are accepted by chance at given
+rates, so that only shapes matter. Times are per output token of one request: from its first token to its last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.random_model import SHAPES, make_random_model
+from bench.records import make_record, write_record
+from common.config import EngineConfig
+from common.sampling_params import SamplingParams
+from common.types import Request
+from model_executor.models.registry import LoadedModel
+from outrider.local import assemble_engine
+from verifier_svc.engine.engine import Engine
+
+PROMPT_LEN = 1024
+SEGMENT_LEN = 128
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """One batch size, with or without speculation. Times in milliseconds."""
+
+    shape: str
+    batch: int
+    num_draft: int
+    ms_per_token: float
+    step_ms_p50: float
+    step_ms_p99: float
+    tokens_per_step: float
+    floor_ms_per_token: float
+    gemm_floor_ms: float
+    kv_floor_ms: float
+    num_eager_steps: int
+    num_replays: int
+
+    @property
+    def of_floor(self) -> float:
+        return self.ms_per_token / self.floor_ms_per_token
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shapes", default="8b,1b", help="of 8b, 1b; default: %(default)s")
+    parser.add_argument("--batches", default="1,16,64", help="default: %(default)s")
+    parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="default: %(default)s")
+    parser.add_argument("--forced-acceptance", default=".8,.6,.4", help="rate per draft position; default: %(default)s")
+    parser.add_argument("--new-tokens", type=int, default=512, help="default: %(default)s")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console()
+    if not torch.cuda.is_available():
+        console.print("decode: needs a CUDA device")
+        return 2
+    rates = [float(rate) for rate in args.forced_acceptance.split(",")]
+    device = torch.device("cuda")
+    bandwidth = measure_copy_bandwidth(device)
+    results: list[DecodeResult] = []
+    for shape in args.shapes.split(","):
+        loaded = make_random_model(SHAPES[shape], PROMPT_LEN + args.new_tokens, device)
+        for batch in map(int, args.batches.split(",")):
+            for num_draft in (0, args.num_speculative_tokens):
+                result = measure(shape, loaded, batch, num_draft, rates, args.new_tokens, bandwidth)
+                console.print(f"{shape} batch {batch} K={num_draft}: {result.ms_per_token:.3f} ms a token")
+                results.append(result)
+        del loaded
+        torch.cuda.empty_cache()
+    console.print(_table(results, bandwidth))
+    config = {"prompt_len": PROMPT_LEN, "new_tokens": args.new_tokens, "forced_acceptance": rates, "dtype": "bfloat16"}
+    record = make_record("decode", config, {"copy_bytes_per_s": bandwidth, "rows": [asdict(r) for r in results]}, [])
+    console.print(f"record: {write_record(record, args.output)}")
+    return 0
+
+
+def measure(
+    shape: str, loaded: LoadedModel, batch: int, num_draft: int, rates: list[float], new_tokens: int, bandwidth: float
+) -> DecodeResult:
+    """Decode `batch` requests of one prompt length to their end."""
+    config = EngineConfig(
+        model=shape,
+        drafter="ngram" if num_draft else "none",
+        num_speculative_tokens=num_draft,
+        device="cuda",
+        dtype="bfloat16",
+        max_num_seqs=batch,
+        max_num_batched_tokens=8192,
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+    )
+    parameters = replace(loaded.parameters, layers=list(loaded.parameters.layers))
+    engine = assemble_engine(config, replace(loaded, parameters=parameters), forced_acceptance=rates).engine
+    try:
+        first, last, steps = _drive(engine, _requests(batch, num_draft, new_tokens, loaded.config.vocab_size))
+        stats = engine._executor.stats  # type: ignore[attr-defined]
+        num_replays, num_eager = sum(stats.num_replays.values()), stats.num_eager_steps
+    finally:
+        engine.close()
+    ms_per_token = statistics.mean((last[key] - first[key]) / (new_tokens - 1) * 1e3 for key in first)
+    tokens_per_step = 1 + sum(rates[:num_draft]) if num_draft else 1.0
+    gemm_ms = measure_gemm_floor(loaded, batch * (num_draft + 1))
+    kv_bytes = batch * (PROMPT_LEN + new_tokens / 2) * _kv_bytes_per_token(loaded)
+    kv_ms = kv_bytes / bandwidth * 1e3
+    steps.sort()
+    return DecodeResult(
+        shape=shape,
+        batch=batch,
+        num_draft=num_draft,
+        ms_per_token=ms_per_token,
+        step_ms_p50=statistics.median(steps),
+        step_ms_p99=steps[int(len(steps) * 0.99)],
+        tokens_per_step=tokens_per_step,
+        floor_ms_per_token=(gemm_ms + kv_ms) / tokens_per_step,
+        gemm_floor_ms=gemm_ms,
+        kv_floor_ms=kv_ms,
+        num_eager_steps=num_eager,
+        num_replays=num_replays,
+    )
+
+
+def _requests(batch: int, num_draft: int, new_tokens: int, vocab_size: int) -> list[Request]:
+    """Each prompt is one random segment repeated, so that an n-gram always matches."""
+    rng = random.Random(0)
+    requests: list[Request] = []
+    for index in range(batch):
+        segment = [rng.randrange(100, vocab_size - 256) for _ in range(SEGMENT_LEN)]
+        prompt = (segment * (PROMPT_LEN // SEGMENT_LEN + 1))[:PROMPT_LEN]
+        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+        limit = PROMPT_LEN + new_tokens
+        requests.append(Request(f"r{index}", prompt, params, index, limit, num_speculative_tokens=num_draft))
+    return requests
+
+
+def _drive(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], dict[str, float], list[float]]:
+    """Times of each request's first and last tokens, and of the steps while all rows decode, milliseconds."""
+    for request in requests:
+        engine.add(request)
+    first: dict[str, float] = {}
+    last: dict[str, float] = {}
+    steps: list[float] = []
+    before = time.perf_counter()
+    while engine.has_work:
+        events = engine.step()
+        now = time.perf_counter()
+        all_decode = len(first) == len(requests) and engine.orchestrator.num_running == len(requests)
+        for event in events:
+            if event.tokens:
+                first.setdefault(event.request_id, now)
+                last[event.request_id] = now
+        if all_decode:
+            steps.append((now - before) * 1e3)
+        before = now
+    return first, last, steps
+
+
+def measure_copy_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> float:
+    """Bytes read plus bytes written a second by a copy on the device."""
+    source = torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * num_bytes / (_graph_ms(lambda: target.copy_(source)) / 1e3)
+
+
+def measure_gemm_floor(loaded: LoadedModel, num_tokens: int) -> float:
+    """Milliseconds of nothing but a step's matrix products, one after the other in a graph."""
+    parameters, config = loaded.parameters, loaded.config
+    device, dtype = parameters.embed_tokens.device, parameters.embed_tokens.dtype
+
+    def empty(columns: int) -> torch.Tensor:
+        return torch.randn(num_tokens, columns, device=device).to(dtype)
+
+    hidden, inner = empty(config.hidden_size), empty(config.intermediate_size)
+    attended, out = empty(config.num_heads * config.head_dim), empty(config.hidden_size)
+    qkv, gate_up = empty(parameters.layers[0].qkv.shape[0]), empty(2 * config.intermediate_size)
+    logits = empty(config.vocab_size)
+
+    def products() -> None:
+        for layer in parameters.layers:
+            torch.mm(hidden, layer.qkv.t(), out=qkv)
+            torch.mm(attended, layer.o.t(), out=out)
+            torch.mm(hidden, layer.gate_up.t(), out=gate_up)
+            torch.mm(inner, layer.down.t(), out=out)
+        torch.mm(hidden, parameters.lm_head.t(), out=logits)
+
+    return _graph_ms(products)
+
+
+def _graph_ms(work: Callable[[], object], replays: int = 10, repeats: int = 5) -> float:
+    """Median milliseconds of `work` captured in a graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    times: list[float] = []
+    for _ in range(repeats + 1):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(replays):
+            graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / replays)
+    return statistics.median(times[1:])
+
+
+def _kv_bytes_per_token(loaded: LoadedModel) -> int:
+    config = loaded.config
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
+
+
+def _table(results: list[DecodeResult], bandwidth: float) -> Table:
+    table = Table(title=f"decode, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    columns = ("shape", "batch", "K", "ms/token", "floor", "of floor", "step p50", "step p99", "graphs", "eager")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for r in results:
+        cells = [r.shape, r.batch, r.num_draft, f"{r.ms_per_token:.3f}", f"{r.floor_ms_per_token:.3f}"]
+        cells += [f"{r.of_floor:.2f}", f"{r.step_ms_p50:.3f}", f"{r.step_ms_p99:.3f}", r.num_replays, r.num_eager_steps]
+        table.add_row(*map(str, cells))
+    return table
