@@ -1,7 +1,8 @@
 """`python -m bench decode`: decode speed on a GPU, against the floor measured in the same run.
 
 Random weights of known shapes, prompts of repeated random segments, and drafts that are accepted by chance at given
-rates, so that only shapes matter. Times are per output token of one request: from its first token to its last.
+rates, so that only shapes matter. A time per output token is that of a row while every row of the batch decodes: from the
+step in which the last row got its first token to the first one that ends.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -41,6 +42,9 @@ class DecodeResult:
     step_ms_p50: float
     step_ms_p99: float
     tokens_per_step: float
+    """Of a row: measured."""
+    prefill_tokens_per_s: float
+    """Prompts of the whole batch, from the start to the last row's first token."""
     floor_ms_per_token: float
     gemm_floor_ms: float
     kv_floor_ms: float
@@ -103,26 +107,27 @@ def measure(
     parameters = replace(loaded.parameters, layers=list(loaded.parameters.layers))
     engine = assemble_engine(config, replace(loaded, parameters=parameters), forced_acceptance=rates).engine
     try:
-        first, last, steps = _drive(engine, _requests(batch, num_draft, new_tokens, loaded.config.vocab_size))
+        run = _drive(engine, _requests(batch, num_draft, new_tokens, loaded.config.vocab_size))
         stats = engine._executor.stats  # type: ignore[attr-defined]
         num_replays, num_eager = sum(stats.num_replays.values()), stats.num_eager_steps
     finally:
         engine.close()
-    ms_per_token = statistics.mean((last[key] - first[key]) / (new_tokens - 1) * 1e3 for key in first)
-    tokens_per_step = 1 + sum(rates[:num_draft]) if num_draft else 1.0
+    tokens_per_step = run.num_tokens / batch / len(run.step_ms)
+    expected = 1 + sum(rates[:num_draft]) if num_draft else 1.0
     gemm_ms = measure_gemm_floor(loaded, batch * (num_draft + 1))
     kv_bytes = batch * (PROMPT_LEN + new_tokens / 2) * _kv_bytes_per_token(loaded)
     kv_ms = kv_bytes / bandwidth * 1e3
-    steps.sort()
+    steps = sorted(run.step_ms)
     return DecodeResult(
         shape=shape,
         batch=batch,
         num_draft=num_draft,
-        ms_per_token=ms_per_token,
+        ms_per_token=sum(steps) / len(steps) / tokens_per_step,
         step_ms_p50=statistics.median(steps),
         step_ms_p99=steps[int(len(steps) * 0.99)],
         tokens_per_step=tokens_per_step,
-        floor_ms_per_token=(gemm_ms + kv_ms) / tokens_per_step,
+        prefill_tokens_per_s=batch * PROMPT_LEN / run.prefill_s,
+        floor_ms_per_token=(gemm_ms + kv_ms) / expected,
         gemm_floor_ms=gemm_ms,
         kv_floor_ms=kv_ms,
         num_eager_steps=num_eager,
@@ -143,26 +148,36 @@ def _requests(batch: int, num_draft: int, new_tokens: int, vocab_size: int) -> l
     return requests
 
 
-def _drive(engine: Engine, requests: list[Request]) -> tuple[dict[str, float], dict[str, float], list[float]]:
-    """Times of each request's first and last tokens, and of the steps while all rows decode, milliseconds."""
+@dataclass(slots=True)
+class _Run:
+    """What one batch did."""
+
+    prefill_s: float = 0.0
+    step_ms: list[float] = field(default_factory=list[float])
+    """Steps while every row decoded."""
+    num_tokens: int = 0
+    """Committed in those steps, by all rows."""
+
+
+def _drive(engine: Engine, requests: list[Request]) -> _Run:
+    """Serve all requests to their end."""
     for request in requests:
         engine.add(request)
-    first: dict[str, float] = {}
-    last: dict[str, float] = {}
-    steps: list[float] = []
-    before = time.perf_counter()
+    run = _Run()
+    started: set[str] = set()
+    start = before = time.perf_counter()
     while engine.has_work:
+        all_decoded = len(started) == len(requests)
         events = engine.step()
         now = time.perf_counter()
-        all_decode = len(first) == len(requests) and engine.orchestrator.num_running == len(requests)
-        for event in events:
-            if event.tokens:
-                first.setdefault(event.request_id, now)
-                last[event.request_id] = now
-        if all_decode:
-            steps.append((now - before) * 1e3)
+        if all_decoded and engine.orchestrator.num_running == len(requests):
+            run.step_ms.append((now - before) * 1e3)
+            run.num_tokens += sum(len(event.tokens) for event in events)
+        started.update(event.request_id for event in events if event.tokens)
+        if not run.prefill_s and len(started) == len(requests):
+            run.prefill_s = now - start
         before = now
-    return first, last, steps
+    return run
 
 
 def measure_copy_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> float:
@@ -225,11 +240,23 @@ def _kv_bytes_per_token(loaded: LoadedModel) -> int:
 
 def _table(results: list[DecodeResult], bandwidth: float) -> Table:
     table = Table(title=f"decode, copy bandwidth {bandwidth / 1e12:.2f} TB/s")
-    columns = ("shape", "batch", "K", "ms/token", "floor", "of floor", "step p50", "step p99", "graphs", "eager")
+    columns = (
+        "shape",
+        "batch",
+        "K",
+        "ms/token",
+        "floor",
+        "of floor",
+        "step p50",
+        "step p99",
+        "tokens/step",
+        "prefill/s",
+    )
     for column in columns:
         table.add_column(column, justify="right")
     for r in results:
         cells = [r.shape, r.batch, r.num_draft, f"{r.ms_per_token:.3f}", f"{r.floor_ms_per_token:.3f}"]
-        cells += [f"{r.of_floor:.2f}", f"{r.step_ms_p50:.3f}", f"{r.step_ms_p99:.3f}", r.num_replays, r.num_eager_steps]
+        cells += [f"{r.of_floor:.2f}", f"{r.step_ms_p50:.3f}", f"{r.step_ms_p99:.3f}"]
+        cells += [f"{r.tokens_per_step:.2f}", f"{r.prefill_tokens_per_s:.0f}"]
         table.add_row(*map(str, cells))
     return table

@@ -66,4 +66,4 @@ def test_every_way_to_run_gives_the_same_output(
     assert visible(outputs) == visible(references[workload])
     if workload == "plain":
         stats = llm._engine._executor.stats  # type: ignore[attr-defined]
-        assert sum(stats.num_replays.values()) > stats.num_eager_steps, "graphs were captured and not used"
+        assert sum(stats.num_replays.values()) > 20, "graphs were captured and not used"
