@@ -156,6 +156,7 @@ def test_flush_waits_and_gives_up(stub: VllmEngineStub) -> None:
     refused = stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=0.2), timeout=10)
     assert not refused.success
     assert "1 outputs" in refused.message
+    assert not stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=float("nan")), timeout=10).success
     threading.Timer(0.3, call.cancel).start()
     assert stub.FlushCache(common_pb2.FlushCacheRequest(timeout_s=10), timeout=20).success
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -317,7 +318,8 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: common_pb2.FlushCacheRequest, context: _Context
     ) -> common_pb2.FlushCacheResponse:
         self._loaded()
-        deadline = time.monotonic() + min(max(request.timeout_s, 0.0), self._request_timeout_s)
+        wanted_s = 0.0 if math.isnan(request.timeout_s) else request.timeout_s  # no deadline would ever be behind it
+        deadline = time.monotonic() + min(max(wanted_s, 0.0), self._request_timeout_s)
         while not await self._engine.flush_cache():
             left = deadline - time.monotonic()
             if left <= 0:
