@@ -19,7 +19,7 @@ from model_executor.drafting import NoDraft
 from model_executor.row_state import RowState
 from tests.draft_methods import NoisyOracle
 from tests.fake_transport import FakeDrafter, FakeTransport, Faults, Network
-from tests.simulated_device import DeviceRow, SimulatedDevice, text_token
+from tests.simulated_device import DeviceRow, SimulatedDevice, text_token, true_token
 from tests.simulated_run import BLOCK_SIZE, SimulatedRun
 from verifier_svc.drafts.exchange import RemoteDrafts
 from verifier_svc.drafts.landing import LandingBuffer
@@ -82,8 +82,10 @@ class DraftingDevice(SimulatedDevice):
         drafts: RemoteDrafts,
         network: Network,
         step_s: float,
+        are_drafts_right: bool,
     ) -> None:
         super().__init__(rng, BLOCK_SIZE, 0.0, stop_rate)
+        self._are_drafts_right = are_drafts_right
         self.num_could_draft = 0
         self.num_drafted = 0
         self.longest_wait_s = 0.0
@@ -137,6 +139,9 @@ class DraftingDevice(SimulatedDevice):
             assert text[: len(tokens)] == tokens, "drafting has changed committed tokens"
             drafts = self._draft_tokens[number] = text[len(tokens) : len(tokens) + count]
             assert all(0 <= token < VOCAB_SIZE for token in drafts)
+            if self._are_drafts_right:
+                text_after = [true_token(self.rows[number].request, len(tokens) + index) for index in range(count)]
+                assert drafts == text_after, "a draft of another request, or for another place"
 
     def _drafts_of(self, row: DeviceRow, planned: PlannedRow) -> list[int]:
         return self._draft_tokens.get(planned.row, [])
@@ -213,7 +218,9 @@ class DraftSimulation(SimulatedRun):
             for _ in range(self.weather.hangs):
                 hang_s = rng.choice([0.001, 0.05, horizon_s])
                 network.after(rng.uniform(0, horizon_s), lambda drafter=drafter, hang_s=hang_s: drafter.hang(hang_s))
-        return DraftingDevice(rng, self.stop_rate, rows, self.drafts, network, step_s)
+        weather = self.weather
+        are_drafts_right = weather.lie == weather.faults.damaged == weather.faults.garbled == 0
+        return DraftingDevice(rng, self.stop_rate, rows, self.drafts, network, step_s, are_drafts_right)
 
     def _build_core(self) -> DrafterCore:
         texts = [[text_token(seed, position) for position in range(self.max_model_len)] for seed in range(NUM_TEXTS)]

@@ -109,13 +109,13 @@ def test_drafts_resume_after_a_hang(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_drafts_that_are_always_late_are_used_and_not_waited_for(seed: int) -> None:
-    run = LongSimulation(seed, Weather(Faults(delay_s=(0.004, 0.004))))  # there and back 8 ms, a step 20 ms
+    run = LongSimulation(seed, Weather(Faults(delay_s=(0.03, 0.03))))  # there and back as long as three steps
     run.execute()
     run.check()
     (stats,) = run.drafts.stats.drafters
     assert stats.num_late_replies > 50
-    assert run.waited_s() <= HANG_S + DEADLINE_S
-    assert run.drafts.stats.num_branches_used > 50
+    assert run.waited_s() <= HANG_S + DEADLINE_S + 1e-6
+    assert run.drafts.stats.num_branches_used > run.drafts.stats.num_fallbacks
 
 
 @pytest.mark.parametrize("seed", range(2))
