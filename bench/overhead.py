@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.load_client import finish, send_all
 from bench.records import Sample
-from bench.service import RunningVerifier, running_verifier
+from bench.service import RunningVerifier, machine_cpu_time, running_verifier
 from bench.workload import PlannedRequest
 from common.sampling_params import SamplingParams
 
@@ -31,6 +31,8 @@ class Round:
     """Of the process with the engine; offline that is all there is."""
     front_cpu_s: float = 0.0
     client_cpu_s: float = 0.0
+    other_cpu_s: float = 0.0
+    """Of everything else on the machine: the round is worth the less the more of it there is."""
     num_messages: int = 0
 
     @property
@@ -87,6 +89,8 @@ def measure_overhead(
         "through_front": [asdict(entry) for entry in through_front],
         "offline_steps_per_s": asdict(Sample.of([entry.steps_per_s for entry in offline])),
         "front_steps_per_s": asdict(Sample.of([entry.steps_per_s for entry in through_front])),
+        "offline_other_cpu_share": asdict(Sample.of([entry.other_cpu_s / entry.seconds for entry in offline])),
+        "front_other_cpu_share": asdict(Sample.of([entry.other_cpu_s / entry.seconds for entry in through_front])),
         "step_rate_ratio": asdict(Sample.of(ratios)),
         "engine_cpu_per_step_ratio": asdict(Sample.of(cpu_ratios)),
         "front_cpu_us_per_message": asdict(Sample.of([1e6 * r.front_cpu_s / r.num_messages for r in through_front])),
@@ -99,20 +103,26 @@ def _run_offline(llm: Any, planned: list[PlannedRequest]) -> tuple[list[list[int
     prompts = [request.prompt_token_ids for request in planned]
     params = SamplingParams(temperature=0, max_tokens=planned[0].max_tokens, ignore_eos=True)
     gc.collect()
+    machine = machine_cpu_time()
     steps, cpu, start = orchestrator.num_planned, time.process_time(), time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - start
-    entry = Round(seconds, orchestrator.num_planned - steps, time.process_time() - cpu)
+    cpu_s = time.process_time() - cpu
+    other_cpu_s = max(0.0, machine_cpu_time() - machine - cpu_s)
+    entry = Round(seconds, orchestrator.num_planned - steps, cpu_s, other_cpu_s=other_cpu_s)
     return [output.outputs[0].token_ids for output in outputs], entry
 
 
 def _run_front(verifier: RunningVerifier, planned: list[PlannedRequest], run: int) -> tuple[list[list[int]], Round]:
     steps = verifier.metric("outrider_engine_steps_total")
     gc.collect()
+    machine = machine_cpu_time()
     before, client_before, start = verifier.cpu_time(), time.process_time(), time.perf_counter()
     sent = asyncio.run(send_all(verifier.address, planned, 600.0, f"overhead-{run}", with_step_counts=False))
     seconds = max(entry.received_s[-1] for entry in sent if entry.received_s)
     client_cpu_s, after = time.process_time() - client_before, verifier.cpu_time()
+    engine_cpu_s, front_cpu_s = after.engine_s - before.engine_s, after.front_s - before.front_s
+    other_cpu_s = max(0.0, machine_cpu_time() - machine - client_cpu_s - engine_cpu_s - front_cpu_s)
     assert time.perf_counter() - start >= seconds
     outputs = [finish(entry) for entry in sent]
     if None in outputs:
@@ -120,9 +130,10 @@ def _run_front(verifier: RunningVerifier, planned: list[PlannedRequest], run: in
     entry = Round(
         seconds,
         verifier.metric("outrider_engine_steps_total") - steps,
-        after.engine_s - before.engine_s,
-        after.front_s - before.front_s,
+        engine_cpu_s,
+        front_cpu_s,
         client_cpu_s,
+        other_cpu_s,
         sum(len(request.messages) for request in sent),
     )
     return [output.token_ids for output in outputs if output is not None], entry

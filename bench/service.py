@@ -87,6 +87,17 @@ def running_verifier(model: str, flags: Sequence[str]) -> Iterator[RunningVerifi
             process.stdout.close()
 
 
+def machine_cpu_time() -> float:
+    """Processor seconds that all processes of the machine have used since it started."""
+    user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, _first_line("/proc/stat").split()[1:])
+    return (user + nice + system + irq + softirq) / _TICKS
+
+
+def _first_line(path: str) -> str:
+    with open(path, encoding="ascii") as file:
+        return file.readline()
+
+
 def _cpu_time(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
