@@ -44,13 +44,22 @@ def drafts_of(llm: LLM) -> RemoteDrafts:
 
 @contextlib.contextmanager
 def connected(model: Path, *addresses: str, transport: str = "grpc", **options: Any) -> Iterator[LLM]:
-    """An LLM whose drafters are there."""
+    """An LLM whose drafters are there, and which has all rows and blocks back at the end."""
     drafter = ",".join(f"grpc://{address}" for address in addresses)
     ours = {"draft_deadline": 100.0, "draft_fallback": "none", "draft_transport": transport}
     values = OPTIONS | ours | options
     with LLM(str(model), drafter=drafter, **values) as llm:
         wait_until(lambda: all(is_up(llm)), "drafters are there")
         yield llm
+        check_returned(llm)
+
+
+def check_returned(llm: LLM) -> None:
+    """No row is taken, no block is used but as a cache, and no drafter has a row of this engine on its list."""
+    orchestrator = llm._engine.orchestrator
+    assert (orchestrator.num_running, orchestrator.num_waiting) == (0, 0)
+    assert orchestrator.pool.num_free == orchestrator.pool.num_blocks - 1
+    assert [len(link.rows) for link in drafts_of(llm)._links] == [0] * len(drafts_of(llm)._links)
 
 
 def is_up(llm: LLM) -> list[bool]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import queue
 import re
@@ -13,9 +15,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 START_LIMIT_S = 90.0
+_REAPER_LOCK = threading.Lock()
 
 OUTRIDER = (sys.executable, "-c", "import sys; from outrider.cli import main; sys.exit(main())")
 FAKE_VERIFIER = (sys.executable, "-m", "tests.fake_verifier")
@@ -37,6 +41,7 @@ class ServiceProcess:
             start_new_session=True,
         )
         self.pid = self.popen.pid
+        _tell_reaper(f"+{self.pid}\n")
         self._lines: queue.Queue[str | None] = queue.Queue()
         self.errors: list[str] = []
         self._readers = [
@@ -86,6 +91,7 @@ class ServiceProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self.popen.wait(10)
+        _tell_reaper(f"-{self.pid}\n")
         for reader in self._readers:
             reader.join(10)
         for pipe in (self.popen.stdout, self.popen.stderr):
@@ -101,6 +107,27 @@ class ServiceProcess:
     def _read_errors(self) -> None:
         assert self.popen.stderr is not None
         self.errors.extend(self.popen.stderr)
+
+
+@functools.cache
+def _reaper() -> IO[str]:
+    """What a killed test run would leave behind ends with it: `tests/reaper.py`, one for all services."""
+    command = [sys.executable, "-S", "-E", str(ROOT / "tests" / "reaper.py")]
+    popen = subprocess.Popen(command, stdin=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+    assert popen.stdin is not None
+
+    def end() -> None:
+        assert popen.stdin is not None
+        popen.stdin.close()
+        popen.wait(10)
+
+    atexit.register(end)
+    return popen.stdin
+
+
+def _tell_reaper(line: str) -> None:
+    with _REAPER_LOCK:
+        _reaper().write(line)
 
 
 @contextmanager
