@@ -8,7 +8,6 @@ holds up no one.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import secrets
@@ -95,6 +94,8 @@ def _is_stale(path: Path) -> bool:
 
 
 def _try_lock(fd: int) -> bool:
+    import fcntl  # not on Windows, where there is no boot id, and so nobody gets here
+
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
