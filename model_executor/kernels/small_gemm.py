@@ -111,7 +111,7 @@ class GemmTiles:
 
 
 def tiles_for(num_columns: int, inner: int, silu: bool) -> GemmTiles:
-    """Best of ten ways each, measured on an H200 with the shapes of an 8B Llama and 1 to 16 rows.
+    """Best of ten ways each, measured on an H200 with the shapes of an 8B and a 1B Llama and 1 to 16 rows.
 
     Tiles divide the product: `fits` says which products can be cut so.
     """
@@ -120,7 +120,7 @@ def tiles_for(num_columns: int, inner: int, silu: bool) -> GemmTiles:
     elif num_columns > 65536:
         tiles = GemmTiles(128, 128, 8, 3)
     elif num_columns <= 4096:
-        tiles = GemmTiles(16, 256, 2, 6)
+        tiles = GemmTiles(16, 512, 2, 4) if inner <= 8192 else GemmTiles(16, 256, 2, 6)
     else:
         tiles = GemmTiles(32, 128, 2, 6)
     return GemmTiles(

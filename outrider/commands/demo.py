@@ -81,6 +81,7 @@ class Pass:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="model directory; default: the demo model of the repository")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--prompt", help="what the model continues; default: a few of ours")
     parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=160, help="per prompt; default: %(default)s")
@@ -101,7 +102,8 @@ def run(args: argparse.Namespace) -> int:
     passes: dict[str, Pass] = {}
     console.print(Text.assemble("Accepted draft tokens are ", ("green", _ACCEPTED), "; the others cost a step each.\n"))
     for name, drafter in (("on (n-gram)", "ngram"), ("off", "none")):
-        with LLM(model, drafter=drafter, num_speculative_tokens=args.num_speculative_tokens) as llm:
+        options = {"device": args.device, "dtype": "float32", "max_num_seqs": 1}  # float32: see ARCHITECTURE.md
+        with LLM(model, drafter=drafter, num_speculative_tokens=args.num_speculative_tokens, **options) as llm:
             llm.generate(prompts[0], SamplingParams(max_tokens=8), use_tqdm=False)  # warm up
             passes[name] = _run_pass(llm, prompts, params, console if drafter == "ngram" else None)
     on, off = passes["on (n-gram)"], passes["off"]
