@@ -22,6 +22,8 @@ from model_executor.drafting import DraftMethod
 _READ_BYTES = 1 << 16
 _MAX_BATCH_BYTES = 16 << 20
 """Bytes of messages that are answered together at most."""
+_MAX_READS = 64
+"""Looks for more before what has come is answered."""
 
 logger = get_logger(__name__)
 
@@ -71,10 +73,12 @@ def _open_shared_memory(config: DrafterConfig) -> SharedMemoryLinks | None:
 
 
 def _receive(sock: socket.socket, buffer: bytearray, links: SharedMemoryLinks | None) -> list[Message] | None:
-    """At least one message, and whatever else is there already; None at the end."""
+    """Messages, and whatever else is there already; None at the end. A peer that never stops holds nobody up."""
     messages: list[Message] = []
     num_bytes = 0
-    while num_bytes < _MAX_BATCH_BYTES:
+    for _ in range(_MAX_READS):
+        if num_bytes >= _MAX_BATCH_BYTES:
+            break
         channels = [] if links is None else links.channels
         ready = _ready([sock.fileno(), *(channel.fileno() for channel in channels)], wait=not messages)
         if not ready:
