@@ -9,6 +9,7 @@ import os
 from common.logging import get_logger
 from common.options import add_options, log_options, resolve_options
 from drafter_svc.config import DrafterConfig
+from outrider.ready_line import print_ready
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     log_options(logger, config)
 
     def announce(address: str) -> None:
-        print(f"outrider drafter ready on grpc://{address}", flush=True)
+        print_ready("drafter", f"grpc://{address}")
 
     return asyncio.run(serve_drafter(config, args.log_level, announce, _run_worker))
 

@@ -8,6 +8,7 @@ import os
 
 from common.logging import get_logger
 from common.options import add_options, log_options, resolve_options
+from outrider.ready_line import print_ready
 from outrider.serve_config import EXCLUDED, ServeConfig
 
 
@@ -24,6 +25,6 @@ def run(args: argparse.Namespace) -> int:
     log_options(logger, config)
 
     def announce(url: str) -> None:
-        print(f"outrider serve ready on {url}", flush=True)
+        print_ready("serve", url)
 
     return asyncio.run(serve(config, args.log_level, announce))

@@ -9,6 +9,7 @@ import sys
 
 from common.logging import get_logger
 from common.options import add_options, log_options, resolve_options
+from outrider.ready_line import print_ready
 from verifier_svc.front.config import VerifierConfig
 
 ENGINE_COMMAND = (sys.executable, "-m", "outrider.engine_main")
@@ -32,4 +33,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _announce(config: VerifierConfig, address: str) -> None:
     scheme = "grpc" if config.tls is None else "grpcs"
-    print(f"outrider verifier ready on {scheme}://{address}", flush=True)
+    print_ready("verifier", f"{scheme}://{address}")

@@ -136,19 +136,6 @@ def test_a_bad_request_is_debug_and_names_itself(verifier: Verifier, stub: VllmE
     assert (record["event"], record["level"]) == ("request failed", "debug")
 
 
-def test_full_disk_under_the_log_neither_stalls_nor_ends_a_verifier() -> None:
-    with running(["bash", "-c", 'exec "$@" 2>/dev/full', "bash", *command("debug")]) as process:
-        address = process.wait_ready()
-        with connected(address) as stub:
-            for number in range(20):
-                (output,) = generate(stub, make_request("abcd", max_tokens=20, seed=number), timeout=20)
-                assert output.token_ids == fake_output("abcd", 20, seed=number)
-            with pytest.raises(grpc.RpcError):
-                generate(stub, make_request("abcd", temperature=-1.0))
-        process.terminate()
-        assert process.wait(20) == 0
-
-
 def test_metrics_port_in_use_is_said_at_once() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
