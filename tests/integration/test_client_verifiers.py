@@ -70,10 +70,7 @@ def test_what_a_client_gives_up_is_given_back(survivor: str) -> None:
         deltas.close()
         with pytest.raises(RequestTimeoutError):
             client.generate(PROMPT, params, timeout=0.05)
-        end = time.monotonic() + 10
-        while (load := client.loads()[0]).num_running or load.kv_cache_usage:
-            assert time.monotonic() < end, load
-            time.sleep(0.02)
+        wait_idle(client, survivor)
 
 
 @pytest.mark.parametrize("how", ["kill", "kill engine", "terminate"])
@@ -95,6 +92,7 @@ def test_a_verifier_that_dies_is_not_noticed(
             for thread in threads:
                 thread.join(LIMIT_S)
             failures = client.addresses[0].num_failures
+            wait_idle(client, survivor)
         assert [stream.failure for stream in streams] == [None] * len(streams)
         for stream in streams:
             wanted = expected[stream.name].outputs[0]
@@ -102,6 +100,14 @@ def test_a_verifier_that_dies_is_not_noticed(
             assert "".join(delta.text for delta in stream.deltas) == wanted.text
             assert str(stream.deltas[-1].finish_reason) == wanted.finish_reason
         assert failures >= len(streams)  # it did die under all of them
+
+
+def wait_idle(client: Client, address: str) -> None:
+    """All rows and blocks are back."""
+    end = time.monotonic() + 10
+    while any(load.num_running or load.num_waiting or load.kv_cache_usage for load in client.loads(address)):
+        assert time.monotonic() < end, client.loads(address)
+        time.sleep(0.02)
 
 
 def _end(victim: ServiceProcess, how: str) -> None:

@@ -257,24 +257,28 @@ def test_health_reflection_and_info(drafter: DrafterProcess) -> None:
     assert len(answer.model.vocabulary_fingerprint) == 64
 
 
-def test_sigterm_ends_it_and_wrong_options_are_one_line(drafter: DrafterProcess) -> None:
-    port = drafter.address.rpartition(":")[2]
-    for arguments, message in (
-        (["--port", port], "address that can be bound"),
-        (["--method", "ngrm"], "did you mean 'ngram'?"),
-    ):
-        result = subprocess.run(
-            [*OUTRIDER, "drafter", "--port", "0", *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT
-        )
-        assert result.returncode == 2
-        assert message in result.stderr
-        assert "Traceback" not in result.stderr
-    with running_drafter() as other:
-        children = other.process.children()
-        other.process.terminate()
-        assert other.process.wait(10) == 0
+def test_sigterm_ends_it_under_a_verifier_that_works(model: Path, expected_long: list[int]) -> None:
+    with running_drafter() as drafter, connected(model, drafter.address) as llm:
+        stream = Stream(llm)
+        stream.run_until_drafts()
+        children = drafter.process.children()
+        drafter.process.terminate()
+        assert stream.finish() == expected_long
+        assert drafter.process.wait(10) == 0
         for child in children:
             wait_gone(child, 5.0)
+
+
+@pytest.mark.parametrize("wrong", ["port", "method"])
+def test_wrong_options_are_one_line(drafter: DrafterProcess, wrong: str) -> None:
+    arguments, message = {
+        "port": (["--port", drafter.address.rpartition(":")[2]], "address that can be bound"),
+        "method": (["--port", "0", "--method", "ngrm"], "did you mean 'ngram'?"),
+    }[wrong]
+    result = subprocess.run([*OUTRIDER, "drafter", *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 class RawVerifier:

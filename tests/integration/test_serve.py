@@ -150,3 +150,12 @@ def test_a_model_that_is_not_there_ends_it() -> None:
         process.kill_group()
         assert "model directory no/such/model does not exist" in process.error_text
         assert "the verifier ended with status 2 before it was ready" in process.error_text
+
+
+def test_port_in_use_is_said_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with running([*OUTRIDER, "serve", MODEL, "--port", str(port)]) as process:
+            assert process.wait(10) == 2
+    assert f"port = '127.0.0.1:{port}': expected an address that can be bound" in process.error_text
+    assert "Traceback" not in process.error_text
