@@ -99,7 +99,9 @@ def test_48245_preemption_with_outputs_in_flight_keeps_every_count(depth: int) -
                 ours = [p for planned in in_flight for p in planned.rows if p[:2] == (state.row, state.generation)]
                 assert state.max_tokens_in_flight == sum(p.max_new_tokens for p in ours)
                 assert state.num_samples_in_flight == sum(p.max_new_tokens > 0 for p in ours)
-            assert orchestrator._num_releasing == sum(len(blocks) for _, blocks in orchestrator._releasing)
+            assert orchestrator._rows.num_releasing_blocks == sum(
+                len(blocks) for _, blocks in orchestrator._rows._releasing
+            )
         preemptions += orchestrator.stats.num_preemptions
         stale += orchestrator.stats.num_stale_outcomes
         assert orchestrator.pool.num_free == 10

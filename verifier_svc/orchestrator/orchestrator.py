@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from common.draft_exchange import RowClosed
 from common.errors import InvalidArgumentError, ResourceExhaustedError
 from common.types import DraftStats, Request
 from verifier_svc.orchestrator.block_pool import ROOT_UID, BlockPool
 from verifier_svc.orchestrator.request_state import RequestState
+from verifier_svc.orchestrator.row_table import RowTable
 from verifier_svc.orchestrator.step import BlockAppend, Event, NewRow, PlannedRow, RowOutcome, StepOutcome, StepPlan
 
 
@@ -58,15 +58,9 @@ class Orchestrator:
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # oldest admission first; preemption takes from the end
-        self._rows: list[RequestState | None] = [None] * max_num_seqs
-        self._generations = [0] * max_num_seqs
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._rows = RowTable(max_num_seqs, pool)
         self._in_flight: deque[StepPlan] = deque()
         self._next_step_id = 0
-        self._released: list[RowClosed] = []  # since the last plan
-        # Blocks of released rows, each with the last step that could still write them.
-        self._releasing: deque[tuple[int, list[int]]] = deque()
-        self._num_releasing = 0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -90,7 +84,7 @@ class Orchestrator:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight or self._released)
+        return bool(self._requests or self._in_flight or self._rows.closed)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -134,10 +128,9 @@ class Orchestrator:
         budget = self._plan_decode(planned, block_appends)
         budget = self._plan_prefill(budget, planned)
         new_rows = self._admit(budget, planned, block_appends)
-        if not planned and not self._released:
+        if not planned and not self._rows.closed:
             return None
-        plan = StepPlan(self._next_step_id, self._released, new_rows, block_appends, planned)
-        self._released = []
+        plan = StepPlan(self._next_step_id, self._rows.take_closed(), new_rows, block_appends, planned)
         self._next_step_id += 1
         self._in_flight.append(plan)
         return plan
@@ -150,7 +143,7 @@ class Orchestrator:
             return budget
         # Every running row gets at least one token, and the first request that waits for a row its share of the budget:
         # drafts give way, or they would keep it waiting until a row ends.
-        num_shares = len(running) + bool(self._waiting and self._free_rows)
+        num_shares = len(running) + bool(self._waiting and self._rows.num_free)
         max_draft = budget // num_shares - 1
         block_size = self.pool.block_size
         index = 0
@@ -193,13 +186,13 @@ class Orchestrator:
         state.max_tokens_in_flight += samples
         state.num_samples_in_flight += samples
         # Steps run in order, so a prompt that is planned from here on may share these blocks already.
-        self._register_full_blocks(state, state.num_computed_tokens)
+        state.register_full_blocks(self.pool, state.num_computed_tokens)
         return chunk
 
     def _admit(self, budget: int, planned: list[PlannedRow], block_appends: list[BlockAppend]) -> list[NewRow]:
         """Give rows and blocks to waiting requests, first come first served."""
         new_rows: list[NewRow] = []
-        while self._waiting and self._free_rows and budget > 0:
+        while self._waiting and self._rows.num_free and budget > 0:
             state = self._waiting[0]
             can_wait = bool(self._running or self._in_flight)
             # One more block for each running row: without it the newcomer is preempted by the next step that grows.
@@ -215,7 +208,8 @@ class Orchestrator:
                 self.pool.free(blocks)
                 break
             self._waiting.popleft()
-            self._take_row(state)
+            self._rows.take(state)
+            self._running.append(state)
             state.last_uid = uid
             state.num_registered_blocks = len(blocks)
             state.num_computed_tokens = len(blocks) * self.pool.block_size
@@ -248,7 +242,7 @@ class Orchestrator:
                 self.stats.num_stale_outcomes += 1
                 continue
             self._apply_row(state, planned, result, events)
-        self._free_released(outcome.step_id)
+        self._rows.free_released(outcome.step_id)
         return events
 
     def _apply_row(self, state: RequestState, planned: PlannedRow, result: RowOutcome, events: list[Event]) -> None:
@@ -286,8 +280,8 @@ class Orchestrator:
             return
         num_valid = len(state.tokens) - 1  # the last token's KV is written by the next step
         if num_valid // self.pool.block_size > state.num_registered_blocks:
-            self._register_full_blocks(state, num_valid)
-        self._trim(state)
+            state.register_full_blocks(self.pool, num_valid)
+        state.trim(self.pool)
 
     # -- rows and blocks -----------------------------------------------------------------------------------------
 
@@ -299,7 +293,7 @@ class Orchestrator:
         pool = self.pool
         count = pool.num_blocks_for(num_tokens) - len(state.block_ids)
         while pool.num_free < count:
-            if pool.num_free + self._num_releasing >= count:
+            if pool.num_free + self._rows.num_releasing_blocks >= count:
                 return False
             victim = self._running[-1]
             self._preempt(victim)
@@ -317,46 +311,5 @@ class Orchestrator:
         self._release_row(state)
         self._waiting.appendleft(state)
 
-    def _take_row(self, state: RequestState) -> None:
-        state.row = self._free_rows.pop()
-        state.generation = self._generations[state.row]
-        self._rows[state.row] = state
-        self._running.append(state)
-
     def _release_row(self, state: RequestState) -> None:
-        """Row and blocks back, the blocks only after the last step that could write them."""
-        self._rows[state.row] = None
-        self._released.append(RowClosed(state.row, state.generation))
-        self._generations[state.row] += 1
-        self._free_rows.append(state.row)
-        if self._in_flight:
-            self._releasing.append((self._in_flight[-1].step_id, state.block_ids))
-            self._num_releasing += len(state.block_ids)
-        else:
-            self.pool.free(state.block_ids)
-        state.row = -1
-        state.reset_progress()
-
-    def _free_released(self, step_id: int) -> None:
-        while self._releasing and self._releasing[0][0] <= step_id:
-            _, blocks = self._releasing.popleft()
-            self._num_releasing -= len(blocks)
-            self.pool.free(blocks)
-
-    def _trim(self, state: RequestState) -> None:
-        """Give back blocks that neither a step in flight nor the next one can reach, now that the length is known."""
-        num_draft = state.request.num_speculative_tokens
-        num_tokens = min(state.optimistic_len + num_draft, state.request.max_len - 1)
-        keep = -(-num_tokens // self.pool.block_size)
-        if len(state.block_ids) > keep:
-            self.pool.free(state.block_ids[keep:])
-            del state.block_ids[keep:]
-
-    def _register_full_blocks(self, state: RequestState, num_tokens: int) -> None:
-        """File the blocks that the first `num_tokens` tokens fill; their KV is computed or planned to be."""
-        size = self.pool.block_size
-        while (state.num_registered_blocks + 1) * size <= num_tokens:
-            index = state.num_registered_blocks
-            tokens = tuple(state.tokens[index * size : (index + 1) * size])
-            state.last_uid = self.pool.register(state.block_ids[index], state.last_uid, tokens)
-            state.num_registered_blocks += 1
+        self._rows.release(state, self._in_flight[-1].step_id if self._in_flight else None)

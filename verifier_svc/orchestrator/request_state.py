@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from common.types import Request, TokenLogprobs
-from verifier_svc.orchestrator.block_pool import ROOT_UID
+from verifier_svc.orchestrator.block_pool import ROOT_UID, BlockPool
 
 
 class RequestState:
@@ -76,3 +76,20 @@ class RequestState:
         fresh = entries[max(0, self.num_prompt_logprobs - start) :]
         self.num_prompt_logprobs += len(fresh)
         return fresh
+
+    def trim(self, pool: BlockPool) -> None:
+        """Give back blocks that neither a step in flight nor the next one can reach, now that the length is known."""
+        num_tokens = min(self.optimistic_len + self.request.num_speculative_tokens, self.request.max_len - 1)
+        keep = pool.num_blocks_for(num_tokens)
+        if len(self.block_ids) > keep:
+            pool.free(self.block_ids[keep:])
+            del self.block_ids[keep:]
+
+    def register_full_blocks(self, pool: BlockPool, num_tokens: int) -> None:
+        """File the blocks that the first `num_tokens` tokens fill; their KV is computed or planned to be."""
+        size = pool.block_size
+        while (self.num_registered_blocks + 1) * size <= num_tokens:
+            index = self.num_registered_blocks
+            tokens = tuple(self.tokens[index * size : (index + 1) * size])
+            self.last_uid = pool.register(self.block_ids[index], self.last_uid, tokens)
+            self.num_registered_blocks += 1
