@@ -60,6 +60,30 @@ def test_a_peer_that_never_stops_holds_nobody_up(tmp_path: Path, frame: bytes | 
         ours.close()
 
 
+def test_a_bell_that_is_rung_faster_than_it_is_silenced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    links = SharedMemoryLinks(tmp_path)
+    channel = open_channel(tmp_path / links.offer(7, HELLO))
+    ours, theirs = socket.socketpair()
+    for frame in (channel.secret, b"one"):
+        assert channel.send(frame)
+    num_looks = 0
+
+    def ready(fds: list[int], wait: bool) -> set[int]:
+        nonlocal num_looks
+        num_looks += 1
+        assert num_looks < 1000, "nobody is answered"
+        return {fd for fd in fds if fd != ours.fileno()}
+
+    monkeypatch.setattr(worker, "_ready", ready)
+    messages = worker._receive(ours, bytearray(), links)
+    assert messages is not None
+    assert [message.payload for message in messages] == [b"one"]
+    channel.close()
+    links.close()
+    ours.close()
+    theirs.close()
+
+
 def test_one_call_takes_what_is_there(tmp_path: Path) -> None:
     links = SharedMemoryLinks(tmp_path)
     channel = open_channel(tmp_path / links.offer(7, HELLO))
