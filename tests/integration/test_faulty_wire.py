@@ -137,12 +137,13 @@ def test_same_tokens_over_a_bad_wire(
     model: Path, drafter: DrafterProcess, expected: list[list[int]], fault: str
 ) -> None:
     with Wire(fault, drafter.address) as wire, connected(model, wire.address, draft_deadline=10.0) as llm:
-        for _ in range(3):
-            assert tokens(llm, MIXED) == expected
         (stats,) = drafts_of(llm).stats.drafters
-        assert stats.num_accepted_tokens > 0
-        least = 1 if fault == "oversized" else 10  # after that the session is a new one
-        assert wire.num_up >= least
-        assert wire.num_down >= least
+        least = 1 if fault == "oversized" else 10  # such a frame ends the session
+        for _ in range(20):
+            assert tokens(llm, MIXED) == expected
+            if min(wire.num_up, wire.num_down) >= least and stats.num_accepted_tokens >= 50:
+                break
+        else:
+            raise AssertionError(f"{wire.num_up} and {wire.num_down} faults, {stats}")
     wait_until_idle(drafter.address)
     assert "Traceback" not in drafter.process.error_text
