@@ -23,7 +23,7 @@ from model_executor.kernels.verify_attention import SplitWorkspace, make_split_w
 from model_executor.kv_cache import KVCache
 from model_executor.models.config import ModelConfig
 from model_executor.models.parameters import DecoderParameters, LayerParameters
-from model_executor.models.rotary import rope_angles
+from model_executor.models.rotary import rope_cos_sin
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,7 @@ class FusedDecoder:
         self._kv_cache = kv_cache
         self.device = parameters.embed_tokens.device
         self.dtype = parameters.embed_tokens.dtype
-        angles = rope_angles(config.rope, config.head_dim, max_model_len)
-        self._cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(self.device)  # [max_model_len, head_dim]
+        self._cos_sin = rope_cos_sin(config.rope, config.head_dim, max_model_len).to(self.device)
         hidden, inner = config.hidden_size, config.intermediate_size
         attended = config.num_heads * config.head_dim
         self._qkv_size = attended + 2 * config.num_kv_heads * config.head_dim

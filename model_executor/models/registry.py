@@ -12,7 +12,7 @@ from common.config import BLOCK_SIZE
 from common.errors import InvalidArgumentError
 from model_executor.attention.torch_backend import TorchAttentionBackend
 from model_executor.models.config import ModelConfig, load_model_config
-from model_executor.models.decoder import Decoder
+from model_executor.models.decoder import AnyDecoder, Decoder
 from model_executor.models.parameters import (
     DecoderParameters,
     allocate_parameters,
@@ -39,7 +39,7 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     progress: bool = True,
-) -> Decoder:
+) -> AnyDecoder:
     """`load_parameters` and `build_decoder`."""
     return build_decoder(load_parameters(directory, dtype, device, max_model_len, progress))
 
@@ -74,10 +74,15 @@ def load_parameters(
     return LoadedModel(config, parameters, length)
 
 
-def build_decoder(loaded: LoadedModel) -> Decoder:
-    """A decoder for any batch; it takes the layers out of `loaded.parameters`."""
+def build_decoder(loaded: LoadedModel) -> AnyDecoder:
+    """A decoder for any batch; it may take the layers out of `loaded.parameters`."""
     config, parameters = loaded.config, loaded.parameters
     attention = TorchAttentionBackend(config.num_heads, config.num_kv_heads, BLOCK_SIZE, parameters.embed_tokens.dtype)
+    if parameters.embed_tokens.device.type == "cuda":
+        # Late: it imports triton, which a machine without a GPU need not have.
+        from model_executor.models.cuda_decoder import CudaDecoder
+
+        return CudaDecoder(config, parameters, list(parameters.layers), attention, loaded.max_model_len)
     return Decoder(config, parameters, attention, loaded.max_model_len)
 
 

@@ -43,6 +43,12 @@ def rope_angles(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     return torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(rope, head_dim))
 
 
+def rope_cos_sin(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
+    """cos of the head_dim / 2 angles of each position, then sin: [max_positions, head_dim] float32, on the CPU."""
+    angles = rope_angles(rope, head_dim, max_positions)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
     """Radians per position of each pair, [head_dim / 2] float32.
 

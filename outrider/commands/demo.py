@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and not DEMO_MODEL.is_dir():
         raise ModelLoadError(f"the demo model is not at {DEMO_MODEL}: expected a checkout; name another with --model")
     prompts = PROMPTS if args.prompt is None else (args.prompt,)
-    params = SamplingParams(temperature=args.temperature, seed=args.seed, top_p=0.95, max_tokens=args.max_tokens)
+    params = SamplingParams(temperature=args.temperature, seed=args.seed, max_tokens=args.max_tokens)
     console = Console(highlight=False)
     passes: dict[str, Pass] = {}
     console.print(Text.assemble("Accepted draft tokens are ", ("green", _ACCEPTED), "; the others cost a step each.\n"))

@@ -8,10 +8,10 @@ from common.config import BLOCK_SIZE
 from common.errors import InvalidArgumentError
 from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import DUMMY_BLOCK, KVCache, bytes_per_block
-from model_executor.models.decoder import Decoder
+from model_executor.models.decoder import AnyDecoder
 
 
-def num_cuda_blocks(decoder: Decoder, utilization: float, max_num_batched_tokens: int) -> int:
+def num_cuda_blocks(decoder: AnyDecoder, utilization: float, max_num_batched_tokens: int) -> int:
     """KV blocks that fit beside the weights and the activations of the largest step, which is run once to see.
 
     Args:
@@ -41,7 +41,7 @@ def num_cuda_blocks(decoder: Decoder, utilization: float, max_num_batched_tokens
     return num_blocks
 
 
-def _run_dummy_step(decoder: Decoder, num_tokens: int) -> None:
+def _run_dummy_step(decoder: AnyDecoder, num_tokens: int) -> None:
     """A prefill of `num_tokens` tokens over the dummy block."""
     cache = KVCache(decoder.config, 1, decoder.dtype, decoder.device)
     lengths = [min(decoder.max_model_len, num_tokens)] * max(1, num_tokens // decoder.max_model_len)

@@ -15,7 +15,7 @@ from common.types import FinishReason, TokenLogprobs
 from model_executor.batch_builder import build_forward_batch
 from model_executor.drafting import DraftMethod
 from model_executor.kv_cache import KVCache
-from model_executor.models.decoder import Decoder
+from model_executor.models.decoder import AnyDecoder
 from model_executor.row_state import RowState
 from verifier_svc.engine.prompt_logprobs import PromptLogprobs
 from verifier_svc.engine.session_tracker import SessionTracker
@@ -65,7 +65,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, decoder: Decoder, kv_cache: KVCache, rows: RowState, sampling: SamplingState, draft_method: DraftMethod
+        self, decoder: AnyDecoder, kv_cache: KVCache, rows: RowState, sampling: SamplingState, draft_method: DraftMethod
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from common.types import TokenLogprobs
 from model_executor.forward_batch import ForwardBatch
-from model_executor.models.decoder import Decoder
+from model_executor.models.decoder import AnyDecoder
 from model_executor.row_state import RowState
 from verifier_svc.orchestrator.step import PlannedRow
 from verifier_svc.sampling.logprobs import gather_logprobs
@@ -23,7 +23,7 @@ class PromptLogprobs:
         rows: row state; token_ids hold the prompts.
     """
 
-    def __init__(self, decoder: Decoder, rows: RowState) -> None:
+    def __init__(self, decoder: AnyDecoder, rows: RowState) -> None:
         self._decoder = decoder
         self._rows = rows
         self._wanted: dict[int, int] = {}  # row -> number of best tokens
