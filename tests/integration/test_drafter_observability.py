@@ -44,9 +44,10 @@ def scrape(port: int) -> dict[str, float]:
     return found
 
 
-def wait_for(port: int, name: str, value: float, limit_s: float = 20.0) -> dict[str, float]:
+def wait_for(port: int, name: str, value: float, limit_s: float = 20.0, slack: float = 0.0) -> dict[str, float]:
+    """Until the sum is `value`, or at most `slack` below."""
     deadline = time.monotonic() + limit_s
-    while (page := scrape(port)).get(name) != value:
+    while not value - slack <= (page := scrape(port)).get(name, -1.0) <= value:
         assert time.monotonic() < deadline, f"{name} is {page.get(name)}, expected {value}"
         time.sleep(0.05)
     return page
@@ -73,8 +74,9 @@ def test_metrics_and_request_ids_of_a_verifier_and_its_drafter(tiny_llama: Path)
                 theirs = wait_for(drafter_port, "outrider_drafting_sessions_closed_total", 1)
                 # The engine tells the front of its drafters four times a second.
                 num_branches = theirs["outrider_drafting_branches_total"]
-                assert num_branches > 0
-                ours = wait_for(verifier_port, "outrider_draft_branches_total", num_branches)
+                assert num_branches > 3
+                # A reply that comes behind the last step is read in the first step of the next request.
+                ours = wait_for(verifier_port, "outrider_draft_branches_total", num_branches, slack=2)
             assert ours["outrider_draft_updates_total"] > 5
             assert ours["outrider_draft_round_trip_seconds_count"] > 5
             assert ours["outrider_draft_branch_hits_total"] > 0
