@@ -5,6 +5,7 @@ from __future__ import annotations
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from prometheus_client import Metric
@@ -196,9 +197,8 @@ def test_names_and_types_of_ours(metrics: FrontMetrics, server: MetricsServer) -
         "outrider_engine_steps",
         "outrider_stale_outcomes",
     }
-    counts = DrafterCounts(
-        "10.0.0.1:50052", "grpc", True, False, False, *range(16), 0.5, (0.001, 0.01), [3, 2, 1], 0.25
-    )
+    values: list[Any] = ["10.0.0.1:50052", "grpc", True, False, False, *range(16), 0.5, (0.001, 0.01), [3, 2, 1], 0.25]
+    counts = DrafterCounts(*values)
     metrics.exchange = ExchangeCounts([counts], 1, 2, 3, 4, 5)
     families = scrape(server)
     assert {n: f.type for n, f in families.items() if n.startswith("outrider_")} == OURS
