@@ -125,7 +125,10 @@ def _guarded(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[
         except grpc.aio.AbortError:
             raise
         except Exception as error:
-            logger.exception("a call failed", method=method)
+            if context.done() or context.cancelled():  # a write to a caller that has just left fails
+                logger.debug("a caller left", method=method, reason=str(error))
+            else:
+                logger.exception("a call failed", method=method)
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
     return call
