@@ -24,7 +24,7 @@ demo: $(STAMP) ## Watch a model write code, with speculation off and on
 	@$(BIN)/outrider demo
 
 test: $(STAMP) ## Run the tests
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist loadfile
 
 soak: $(STAMP) ## Run 10,000 random schedules of each simulation
 	@$(BIN)/python -m pytest --num-seeds 10000 tests/property/test_draft_exchange.py tests/property/test_orchestrator.py
