@@ -27,11 +27,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in AR
 }
 
 
-@pytest.mark.parametrize(("num_reqs", "width"), [(3, 2), (6, 4)])  # fused, and wide
-@pytest.mark.parametrize("name", MODELS)
+FUSED, WIDE = (3, 2), (6, 4)  # requests and tokens of each: few enough to fuse, and more
+CASES = [(name, FUSED) for name in MODELS] + [(name, WIDE) for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
 def test_logits_and_kv_equal_the_plain_decoder(
-    tmp_path: Path, device: torch.device, name: str, num_reqs: int, width: int
+    tmp_path: Path, device: torch.device, name: str, shape: tuple[int, int]
 ) -> None:
+    num_reqs, width = shape
     architecture, overrides = MODELS[name]
     sizes: dict[str, Any] = {"head_dim": 32} | overrides  # a tensor core takes half a head of 16 or more
     make_model(tmp_path, architecture, **sizes)
