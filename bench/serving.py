@@ -70,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     for check in checks:
         console.print(str(check))
     config = {key: value for key, value in vars(args).items() if key not in ("name", "output")}
+    config["model"] = Path(args.model).name  # where it lies is of no use to a reader
     console.print(f"record: {write_record(make_record('serving', config, results, checks), args.output)}")
     return 0 if all(check.holds for check in checks) else 1
 
