@@ -119,7 +119,8 @@ def assemble_engine(
     device = torch.device(config.device)
     model_config, max_model_len = loaded.config, loaded.max_model_len
     dtype = loaded.parameters.embed_tokens.dtype
-    layers = list(loaded.parameters.layers)
+    # On a CPU nobody else may hold the layers: the decoder packs them and lets go of the plain ones, one at a time.
+    layers = list(loaded.parameters.layers) if device.type == "cuda" else []
     decoder = build_decoder(loaded)
     if device.type == "cuda":
         num_blocks = num_cuda_blocks(decoder, config.gpu_memory_utilization, config.max_num_batched_tokens)

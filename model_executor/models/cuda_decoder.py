@@ -20,6 +20,7 @@ from model_executor.kernels.rotate_heads import rotate_heads
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kv_cache import KVCache, LayerKV
 from model_executor.models.config import ModelConfig
+from model_executor.models.layers import norm_heads_
 from model_executor.models.parameters import DecoderParameters, LayerParameters
 from model_executor.models.rotary import rope_cos_sin
 
@@ -78,8 +79,7 @@ class CudaDecoder:
         qkv = F.linear(normed, layer.qkv, layer.qkv_bias)
         heads = qkv.view(qkv.shape[0], -1, config.head_dim)  # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
         if layer.qk_norm is not None:
-            qk = heads[:, :num_qk]
-            qk.copy_(F.rms_norm(qk, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm)
+            norm_heads_(qkv, layer.qk_norm, config.rms_norm_eps)
         rotate_heads(qkv, positions, self._cos_sin, num_qk)
         query, key, value = heads[:, : config.num_heads], heads[:, config.num_heads : num_qk], heads[:, num_qk:]
         return self.attention.forward(query, key, value, layer_kv, metadata).reshape(qkv.shape[0], -1)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from model_executor.kernels.add_rms_norm import add_rms_norm
@@ -22,6 +21,7 @@ from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_
 from model_executor.kernels.verify_attention import SplitWorkspace, make_split_workspace, verify_attention
 from model_executor.kv_cache import KVCache
 from model_executor.models.config import ModelConfig
+from model_executor.models.layers import norm_heads_
 from model_executor.models.parameters import DecoderParameters, LayerParameters
 from model_executor.models.rotary import rope_cos_sin
 
@@ -177,9 +177,7 @@ class FusedDecoder:
     ) -> None:
         config = self.config
         if layer.qk_norm is not None:
-            num_qk = config.num_heads + config.num_kv_heads
-            heads = b.qkv.view(b.qkv.shape[0], -1, config.head_dim)[:, :num_qk]
-            heads.copy_(F.rms_norm(heads, (config.head_dim,), None, config.rms_norm_eps) * layer.qk_norm)
+            norm_heads_(b.qkv, layer.qk_norm, config.rms_norm_eps)
         layer_kv = self._kv_cache.layers[index]
         verify_attention(
             b.qkv,
