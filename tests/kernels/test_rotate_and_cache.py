@@ -1,0 +1,42 @@
+"""Rotation and KV write of prefill tokens against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from model_executor.kernels.rotate_and_cache import rotate_and_cache, rotate_and_cache_ref
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_LEN = 16, 7, 128
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim"), [(4, 4, 32), (3, 1, 64), (8, 2, 128), (2, 1, 256)], ids=str
+)
+def test_against_float64(
+    device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int
+) -> None:
+    generator = torch.Generator().manual_seed(head_dim)
+    num_tokens = 37
+    slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, generator=generator)[:num_tokens]
+    slots[torch.rand(num_tokens, generator=generator) < 0.3] = -1
+    positions = torch.randint(0, MAX_LEN, (num_tokens,), generator=generator)
+    positions[slots < 0] = 10**9  # of no row of the table: must not be read
+    qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(dtype)
+    storage = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, generator=generator).to(device, dtype)
+    angles = torch.rand(MAX_LEN, head_dim // 2, generator=generator) * 6
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=-1).to(device)
+    qkv, slots, positions = qkv.to(device), slots.to(device), positions.to(device)
+    key, value = storage[0], storage[1]
+    expected = rotate_and_cache_ref(qkv, positions, slots, cos_sin, key, value, num_heads)
+    before = qkv.clone()
+    rotate_and_cache(qkv, positions, slots, cos_sin, key, value, num_heads)
+    for found, wanted in zip((qkv, key, value), expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+    untouched = slots < 0
+    assert 0 < int(untouched.sum()) < num_tokens
+    assert torch.equal(qkv[untouched], before[untouched])
+    values = qkv.shape[1] - num_kv_heads * head_dim
+    assert torch.equal(qkv[:, values:], before[:, values:])
+    assert torch.equal(value, expected[2])
