@@ -8,27 +8,23 @@ the step in which the last row got its first token to the first one that ends.
 from __future__ import annotations
 
 import argparse
-import random
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.floors import kv_bytes_per_token, measure_copy_bandwidth, measure_gemm_floor
+from bench.random_engine import make_engine, repetitive_request
 from bench.random_model import SHAPES, make_random_model
 from bench.records import make_record, write_record
-from common.config import EngineConfig
-from common.sampling_params import SamplingParams
 from common.types import Request
 from model_executor.models.registry import LoadedModel
-from outrider.local import assemble_engine
 from verifier_svc.engine.engine import Engine
 
 PROMPT_LEN = 1024
-SEGMENT_LEN = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,21 +89,15 @@ def measure(
     shape: str, loaded: LoadedModel, batch: int, num_draft: int, rates: list[float], new_tokens: int, bandwidth: float
 ) -> DecodeResult:
     """Decode `batch` requests of one prompt length to their end."""
-    config = EngineConfig(
-        model=shape,
-        drafter="ngram" if num_draft else "none",
-        num_speculative_tokens=num_draft,
-        device="cuda",
-        dtype="bfloat16",
-        max_num_seqs=batch,
-        max_num_batched_tokens=8192,
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-    )
-    parameters = replace(loaded.parameters, layers=list(loaded.parameters.layers))
-    engine = assemble_engine(config, replace(loaded, parameters=parameters), forced_acceptance=rates).engine
+    engine = make_engine(shape, loaded, num_draft, rates, max_num_seqs=batch)
     try:
-        run = _drive(engine, _requests(batch, num_draft, new_tokens, loaded.config.vocab_size))
+        run = _drive(
+            engine,
+            [
+                repetitive_request(f"r{index}", PROMPT_LEN, new_tokens, loaded.config.vocab_size, num_draft, seed=index)
+                for index in range(batch)
+            ],
+        )
         stats = engine._executor.stats  # type: ignore[attr-defined]
         num_replays, num_eager = sum(stats.num_replays.values()), stats.num_eager_steps
     finally:
@@ -115,7 +105,7 @@ def measure(
     tokens_per_step = run.num_tokens / batch / len(run.step_ms)
     expected = 1 + sum(rates[:num_draft]) if num_draft else 1.0
     gemm_ms = measure_gemm_floor(loaded, batch * (num_draft + 1))
-    kv_bytes = batch * (PROMPT_LEN + new_tokens / 2) * _kv_bytes_per_token(loaded)
+    kv_bytes = batch * (PROMPT_LEN + new_tokens / 2) * kv_bytes_per_token(loaded)
     kv_ms = kv_bytes / bandwidth * 1e3
     steps = sorted(run.step_ms)
     return DecodeResult(
@@ -133,19 +123,6 @@ def measure(
         num_eager_steps=num_eager,
         num_replays=num_replays,
     )
-
-
-def _requests(batch: int, num_draft: int, new_tokens: int, vocab_size: int) -> list[Request]:
-    """Each prompt is one random segment repeated, so that an n-gram always matches."""
-    rng = random.Random(0)
-    requests: list[Request] = []
-    for index in range(batch):
-        segment = [rng.randrange(100, vocab_size - 256) for _ in range(SEGMENT_LEN)]
-        prompt = (segment * (PROMPT_LEN // SEGMENT_LEN + 1))[:PROMPT_LEN]
-        params = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
-        limit = PROMPT_LEN + new_tokens
-        requests.append(Request(f"r{index}", prompt, params, index, limit, num_speculative_tokens=num_draft))
-    return requests
 
 
 @dataclass(slots=True)
@@ -178,65 +155,6 @@ def _drive(engine: Engine, requests: list[Request]) -> _Run:
             run.prefill_s = now - start
         before = now
     return run
-
-
-def measure_copy_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> float:
-    """Bytes read plus bytes written a second by a copy on the device."""
-    source = torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_()
-    target = torch.empty_like(source)
-    # An operation rather than a copy: in a graph a copy goes to the copy engines, at two thirds of the bandwidth.
-    return 2 * num_bytes / (_graph_ms(lambda: torch.bitwise_not(source, out=target)) / 1e3)
-
-
-def measure_gemm_floor(loaded: LoadedModel, num_tokens: int) -> float:
-    """Milliseconds of nothing but a step's matrix products, one after the other in a graph."""
-    parameters, config = loaded.parameters, loaded.config
-    device, dtype = parameters.embed_tokens.device, parameters.embed_tokens.dtype
-
-    def empty(columns: int) -> torch.Tensor:
-        return torch.randn(num_tokens, columns, device=device).to(dtype)
-
-    hidden, inner = empty(config.hidden_size), empty(config.intermediate_size)
-    attended, out = empty(config.num_heads * config.head_dim), empty(config.hidden_size)
-    qkv, gate_up = empty(parameters.layers[0].qkv.shape[0]), empty(2 * config.intermediate_size)
-    logits = empty(config.vocab_size)
-
-    def products() -> None:
-        for layer in parameters.layers:
-            torch.mm(hidden, layer.qkv.t(), out=qkv)
-            torch.mm(attended, layer.o.t(), out=out)
-            torch.mm(hidden, layer.gate_up.t(), out=gate_up)
-            torch.mm(inner, layer.down.t(), out=out)
-        torch.mm(hidden, parameters.lm_head.t(), out=logits)
-
-    return _graph_ms(products)
-
-
-def _graph_ms(work: Callable[[], object], replays: int = 10, repeats: int = 5) -> float:
-    """Median milliseconds of `work` captured in a graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times: list[float] = []
-    for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / replays)
-    return statistics.median(times[1:])
-
-
-def _kv_bytes_per_token(loaded: LoadedModel) -> int:
-    config = loaded.config
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
 
 
 def _table(results: list[DecodeResult], bandwidth: float) -> Table:
