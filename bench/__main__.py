@@ -13,6 +13,7 @@ _BENCHES = {
     "exchange": "the draft exchange over gRPC on loopback: round trip, codec, landing and matching",
     "prefill": "prompts on a GPU with random weights: tokens/s against the floor, and the ITL of rows beside them",
     "serving": "a verifier under Poisson arrivals: latencies, goodput, acceptance; and what its front costs the engine",
+    "trace": "a decode step on a GPU: idle time between kernels, host time, evenness; two steps in flight against one",
 }
 
 

@@ -91,7 +91,7 @@ def measure(
     """Decode `batch` requests of one prompt length to their end."""
     engine = make_engine(shape, loaded, num_draft, rates, max_num_seqs=batch)
     try:
-        run = _drive(
+        run = drive(
             engine,
             [
                 repetitive_request(f"r{index}", PROMPT_LEN, new_tokens, loaded.config.vocab_size, num_draft, seed=index)
@@ -126,7 +126,7 @@ def measure(
 
 
 @dataclass(slots=True)
-class _Run:
+class DecodeRun:
     """What one batch did."""
 
     prefill_s: float = 0.0
@@ -136,11 +136,11 @@ class _Run:
     """Committed in those steps, by all rows."""
 
 
-def _drive(engine: Engine, requests: list[Request]) -> _Run:
+def drive(engine: Engine, requests: list[Request]) -> DecodeRun:
     """Serve all requests to their end."""
     for request in requests:
         engine.add(request)
-    run = _Run()
+    run = DecodeRun()
     started: set[str] = set()
     start = before = time.perf_counter()
     while engine.has_work:
