@@ -14,7 +14,7 @@ def build(options: dict[str, Any]) -> BuiltEngine:
     """Load the model and wire an engine around it, from the fields of `EngineConfig`."""
     from common.config import BLOCK_SIZE, EngineConfig
     from outrider.local import build_local_engine
-    from verifier_svc.drafts.exchange import RemoteDrafts
+    from verifier_svc.drafts.remote_drafts import RemoteDrafts
 
     config = EngineConfig(**options)
     local = build_local_engine(config)

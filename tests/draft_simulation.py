@@ -21,8 +21,8 @@ from tests.draft_methods import NoisyOracle
 from tests.fake_transport import FakeDrafter, FakeTransport, Faults, Network
 from tests.simulated_device import DeviceRow, SimulatedDevice, text_token, true_token
 from tests.simulated_run import BLOCK_SIZE, SimulatedRun
-from verifier_svc.drafts.exchange import RemoteDrafts
 from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.engine.session_tracker import SessionTracker
 from verifier_svc.orchestrator.step import PlannedRow, StepOutcome, StepPlan
 

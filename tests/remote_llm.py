@@ -14,7 +14,7 @@ from common.protos.outrider.v1 import drafter_pb2 as pb
 from common.sampling_params import SamplingParams
 from outrider.llm import LLM
 from tests.drafter_process import wait_until
-from verifier_svc.drafts.exchange import RemoteDrafts
+from verifier_svc.drafts.remote_drafts import RemoteDrafts
 
 VOCAB_SIZE, MAX_MODEL_LEN, K = 320, 1024, 3
 LONG_TOKENS = 800
@@ -59,11 +59,11 @@ def check_returned(llm: LLM) -> None:
     orchestrator = llm._engine.orchestrator
     assert (orchestrator.num_running, orchestrator.num_waiting) == (0, 0)
     assert orchestrator.pool.num_free == orchestrator.pool.num_blocks - 1
-    assert [len(link.rows) for link in drafts_of(llm)._links] == [0] * len(drafts_of(llm)._links)
+    assert [len(link.rows) for link in drafts_of(llm).links] == [0] * len(drafts_of(llm).links)
 
 
 def is_up(llm: LLM) -> list[bool]:
-    return [link.transport.session is not None for link in drafts_of(llm)._links]
+    return [link.transport.session is not None for link in drafts_of(llm).links]
 
 
 def info(address: str) -> pb.InfoResponse:

@@ -214,7 +214,7 @@ def test_another_vocabulary_is_refused_with_both_values(
     with running_drafter("--model", str(tmp_path)) as wrong:
         with LLM(str(model), drafter=f"grpc://{wrong.address}", **OPTIONS) as llm:
             assert tokens(llm, MIXED) == expected
-            transport = drafts_of(llm)._links[0].transport
+            transport = drafts_of(llm).links[0].transport
             wait_until(lambda: "vocab" in transport.last_error, "it is refused")  # type: ignore[attr-defined]
             assert "the drafter has 330, the verifier 320" in transport.last_error  # type: ignore[attr-defined]
         wait_until_idle(wrong.address)

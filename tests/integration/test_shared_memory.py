@@ -134,7 +134,7 @@ def test_damaged_memory_ends_that_session_and_no_other(
         stream, beside = Stream(llm), Stream(other)
         stream.run_until_drafts()
         beside.run_until_drafts()
-        transport = drafts_of(llm)._links[0].transport
+        transport = drafts_of(llm).links[0].transport
         assert isinstance(transport, GrpcTransport)
         assert transport._shared_memory is not None
         channel = transport._shared_memory._channel

@@ -78,4 +78,4 @@ def test_any_replies(frames: list[bytes]) -> None:
         assert len(draft) <= K
         assert all(0 <= token < VOCAB_SIZE for token in draft)
     verifier.drafts.observe(SessionUpdate(closed=[RowClosed(row, 1) for row in OPENED]))
-    assert [len(link.rows) for link in verifier.drafts._links] == [0]
+    assert [len(link.rows) for link in verifier.drafts.links] == [0]

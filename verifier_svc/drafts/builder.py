@@ -12,8 +12,8 @@ import torch
 from common.config import EngineConfig
 from common.draft_exchange import ModelIdentity, VerifierHello
 from model_executor.drafting import DraftMethod
-from verifier_svc.drafts.exchange import RemoteDrafts
 from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.drafts.transport import DraftTransport
 
 BRANCH_BUDGET = 4

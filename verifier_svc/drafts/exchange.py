@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from common.draft_exchange import (
     BranchBatch,
@@ -25,10 +23,8 @@ from common.draft_exchange import (
     SessionUpdate,
 )
 from common.logging import get_logger
-from model_executor.drafting import DraftMethod
-from model_executor.row_state import RowState
 from verifier_svc.drafts.drafter_link import DrafterLink, DrafterStats
-from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.landing import Landing
 from verifier_svc.drafts.transport import Arrival, DraftTransport
 from verifier_svc.messages import ExchangeCounts
 
@@ -77,13 +73,12 @@ class _Row:
         return (self.opened.generation << _OPENS_BITS) | self.num_opens
 
 
-class RemoteDrafts:
-    """A draft method whose drafts come through transports.
+class DraftExchange:
+    """Rows, drafters and what they tell each other. No tensors: where branches land is somebody else's.
 
     Args:
         transports: one for each drafter; closed with this object.
         landing: where branches land.
-        fallback: drafts for rows without a usable branch; closed with this object.
         max_num_seqs: rows.
         vocab_size: token ids are below this.
         deadline_s: how long a step waits at most for answers that are owed.
@@ -93,16 +88,14 @@ class RemoteDrafts:
     def __init__(
         self,
         transports: Sequence[DraftTransport],
-        landing: LandingBuffer,
-        fallback: DraftMethod,
+        landing: Landing,
         max_num_seqs: int,
         vocab_size: int,
         deadline_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._links = [DrafterLink.of(transport) for transport in transports]
+        self.links: Sequence[DrafterLink] = [DrafterLink.of(transport) for transport in transports]
         self._landing = landing
-        self._fallback = fallback
         self._vocab_size = vocab_size
         self._deadline_s = deadline_s
         self._clock = clock
@@ -111,33 +104,57 @@ class RemoteDrafts:
         # Mirrors of `_rows` that a whole batch of branches is checked against at once. -1: none. Generations are those
         # that drafters see.
         self._generation_of = np.full(max_num_seqs, -1, dtype=np.int64)  # [R]
-        self._link_of = np.full(max_num_seqs, -1, dtype=np.int64)  # [R], index into _links
-        self.stats = ExchangeStats([link.stats for link in self._links])
+        self._link_of = np.full(max_num_seqs, -1, dtype=np.int64)  # [R], index into links
+        self.stats = ExchangeStats([link.stats for link in self.links])
 
-    # What the step calls.
+    # What a step calls.
 
-    def propose(self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor) -> Tensor:
-        """See `DraftMethod.propose`. Waits at most `deadline_s`."""
+    def receive(self) -> None:
+        """Begin a step: follow the sessions, and let land what has come in. Never waits."""
         self.stats.num_steps += 1
         self._follow_sessions()
         now = self._clock()
-        for link in self._links:
+        for link in self.links:
             if not self._take(link, link.transport.poll(0)) and link.note_silence(now):
                 self._give_up(link)
-        batch_rows: list[int] = idx_mapping.tolist()
-        limits: list[int] = max_draft_tokens.tolist()
+
+    def wait_until(self, find_without: Callable[[], Sequence[int]]) -> None:
+        """Wait while rows are without a draft and their drafters owe an answer, at most until the deadline.
+
+        Args:
+            find_without: rows without a draft, as branches now stand; called again after every reply.
+        """
         wait = _Wait(self._clock(), self._deadline_s)
         while True:
-            draft_len = self._landing.match(rows, idx_mapping, max_draft_tokens)  # [num_reqs]
-            lengths: list[int] = draft_len.tolist()
-            without = [row for row, length, most in zip(batch_rows, lengths, limits, strict=True) if most > length == 0]
+            without = find_without()
             if not without or not self._wait_for(without, wait):
                 break
         self._end_wait(wait)
-        missing = self._note_sources(batch_rows, lengths, limits)
-        if missing:
-            self._fall_back(rows, idx_mapping, max_draft_tokens, draft_len, missing)
-        return draft_len
+
+    def text_of(self, row: int, generation: int) -> list[int] | None:
+        """Committed tokens of a row, not to be changed. None: a request that no update has told of, or told away."""
+        known = self._rows.get(row)
+        return known.tokens if known is not None and known.opened.generation == generation else None
+
+    def max_len_of(self, row: int) -> int:
+        """Prompt + output tokens at most of a row that has a text."""
+        return self._rows[row].opened.max_len
+
+    def drafter_of(self, row: int) -> DrafterLink | None:
+        """Who drafts for a row now."""
+        known = self._rows.get(row)
+        return None if known is None else known.link
+
+    def owes_answer(self, row: int) -> bool:
+        """Whether there is a drafter of this row to wait for."""
+        link = self.drafter_of(row)
+        return link is not None and link.owes_answer
+
+    def note_draft(self, row: int, link: DrafterLink | None, num_draft_tokens: int) -> None:
+        """A step verifies this many tokens of a branch for `row`, which came from `link`; None: of no drafter."""
+        known = self._rows[row]
+        known.drafted_by = link
+        known.num_draft_tokens = num_draft_tokens
 
     def observe(self, update: SessionUpdate) -> None:
         """Tell each drafter what happened to its rows. Never waits."""
@@ -150,20 +167,19 @@ class RemoteDrafts:
         for committed in update.committed:
             self._commit(committed, outgoing)
         self._send(outgoing)
-        for link in self._links:
+        for link in self.links:
             if link.takes_rows and link.is_collapsed():
                 self._distrust(link)
 
     def close(self) -> None:
-        for link in self._links:
+        for link in self.links:
             link.transport.close()
-        self._fallback.close()
 
     def counts(self) -> ExchangeCounts:
         """What there is to tell of the drafters, for the front."""
         stats = self.stats
         return ExchangeCounts(
-            [link.counts() for link in self._links],
+            [link.counts() for link in self.links],
             num_waits=stats.num_waits,
             num_branches_used=stats.num_branches_used,
             num_fallbacks=stats.num_fallbacks,
@@ -204,7 +220,7 @@ class RemoteDrafts:
             ends = branches.num_tokens.cumsum(dtype=np.int64)
             exists &= np.logical_and.reduceat(is_token, ends - branches.num_tokens)
         known = np.where(exists, row, 0)
-        is_mine = self._link_of[known] == self._links.index(link)
+        is_mine = self._link_of[known] == self.links.index(link)
         good = exists & is_mine & (self._generation_of[known] == branches.generation)
         num_existing = int(exists.sum())
         num_good = int(good.sum())
@@ -214,7 +230,7 @@ class RemoteDrafts:
             branches = _select(branches, good)
         self._landing.put(replace(branches, generation=branches.generation >> _OPENS_BITS))
 
-    def _wait_for(self, without: list[int], wait: _Wait) -> bool:
+    def _wait_for(self, without: Sequence[int], wait: _Wait) -> bool:
         """Wait for the next reply of a drafter that owes one for these rows. False: none came in time, or none will."""
         for row in without:
             link = self._rows[row].link
@@ -239,29 +255,6 @@ class RemoteDrafts:
     def _give_up(self, link: DrafterLink) -> None:
         logger.warning("drafter hangs", drafter=link.stats.address)
         self._move_rows(link)
-
-    def _note_sources(self, batch_rows: list[int], lengths: list[int], limits: list[int]) -> list[int]:
-        """Remember whose draft each row verifies; returns the entries that got none and could have one."""
-        missing: list[int] = []
-        for entry, (number, length, most) in enumerate(zip(batch_rows, lengths, limits, strict=True)):
-            if most == 0:  # a prefill, perhaps of a row that we have yet to hear of
-                continue
-            row = self._rows[number]
-            row.drafted_by = row.link if length else None
-            row.num_draft_tokens = length
-            if not length:
-                missing.append(entry)
-        self.stats.num_branches_used += sum(map(bool, lengths))
-        self.stats.num_fallbacks += len(missing)
-        return missing
-
-    def _fall_back(
-        self, rows: RowState, idx_mapping: Tensor, max_draft_tokens: Tensor, draft_len: Tensor, missing: list[int]
-    ) -> None:
-        entries = torch.tensor(missing, device=draft_len.device)
-        found = self._fallback.propose(rows, idx_mapping[entries], max_draft_tokens[entries])
-        draft_len[entries] = found
-        self.stats.num_fallback_drafts += int((found > 0).sum())
 
     # Rows.
 
@@ -297,14 +290,14 @@ class RemoteDrafts:
         """Give a row to the drafter with the fewest, or to none; to `refused_by` only if there is no other."""
         if row.opened.num_speculative_tokens == 0 or row.num_refusals > MAX_REOPENS:
             return
-        fitting = [link for link in self._links if link.takes_rows and len(row.tokens) < link.limits.max_model_len]
+        fitting = [link for link in self.links if link.takes_rows and len(row.tokens) < link.limits.max_model_len]
         if not fitting:
             return
         link = min(fitting, key=lambda candidate: (candidate is refused_by, len(candidate.rows)))
         row.link = link
         link.rows.add(number)
         link.stats.num_rows = len(link.rows)
-        self._link_of[number] = self._links.index(link)
+        self._link_of[number] = self.links.index(link)
         self._reopen(number, row, link, outgoing)
 
     def _leave(self, number: int, row: _Row, outgoing: _Outgoing) -> None:
@@ -345,7 +338,7 @@ class RemoteDrafts:
 
     def _follow_sessions(self) -> None:
         """Notice sessions that have ended or begun."""
-        for link in self._links:
+        for link in self.links:
             session = link.transport.session
             number = 0 if session is None else session.number
             if number == link.session:

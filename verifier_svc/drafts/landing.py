@@ -2,12 +2,82 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple, Protocol
+
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from common.draft_exchange import BranchBatch
 from model_executor.row_state import RowState
+
+Int64Array = NDArray[np.int64]
+
+
+class Landing(Protocol):
+    """Where the exchange puts branches."""
+
+    def put(self, branches: BranchBatch) -> None:
+        """Let branches land; of one that is too long the beginning is kept. Rows and tokens have been checked."""
+        ...
+
+    def clear(self, rows: list[int]) -> None:
+        """Forget the branches of these rows: those of a drafter that is gone."""
+        ...
+
+
+class PlacedBranches(NamedTuple):
+    """Branches and the slots that they take, sorted by row. N branches: of each row the last F at most."""
+
+    row: Int64Array  # [N]
+    slot: Int64Array  # [N]
+    base_len: Int64Array  # [N]
+    length: Int64Array  # [N], at most L
+    generation: Int64Array  # [N]
+    token_ids: NDArray[np.int32]  # [N, L], beyond `length` anything
+
+
+class BranchSlots:
+    """Says which of its row's F slots each branch takes: that of the oldest one.
+
+    Args:
+        max_num_seqs: R, rows.
+        num_branches: F.
+        branch_len: L, tokens that are kept of a branch.
+    """
+
+    def __init__(self, max_num_seqs: int, num_branches: int, branch_len: int) -> None:
+        self._num_branches = num_branches
+        self._branch_len = branch_len
+        self._num_landed = np.zeros(max_num_seqs, dtype=np.int64)  # [R], branches so far: says which slot is the oldest
+
+    def place(self, branches: BranchBatch) -> PlacedBranches:
+        """Slots for branches, of which there is at least one."""
+        row = branches.row
+        # The branches of a row take its next slots in their order: rank within the row, found by a stable sort.
+        order = np.argsort(row, kind="stable")
+        ordered = row[order]
+        first = np.searchsorted(ordered, ordered)  # [B], where the row's branches begin in the order
+        rank = np.arange(len(branches)) - first
+        number = np.bincount(row, minlength=0)[ordered]
+        fresh = rank >= number - self._num_branches  # more than F at once: the last F
+        order, ordered, rank = order[fresh], ordered[fresh], rank[fresh]
+        slot = (self._num_landed[ordered] + rank) % self._num_branches
+        np.add.at(self._num_landed, row, 1)
+
+        ends = branches.num_tokens.cumsum(dtype=np.int64)
+        starts = (ends - branches.num_tokens)[order]
+        columns = starts[:, None] + np.arange(self._branch_len)  # [N, L]
+        tokens = branches.token_ids[np.minimum(columns, len(branches.token_ids) - 1)]
+        return PlacedBranches(
+            row=ordered.astype(np.int64),
+            slot=slot.astype(np.int64),
+            base_len=branches.base_len[order].astype(np.int64),
+            length=np.minimum(branches.num_tokens[order], self._branch_len).astype(np.int64),
+            generation=branches.generation[order].astype(np.int64),
+            token_ids=tokens.astype(np.int32, copy=False),
+        )
 
 
 class LandingBuffer:
@@ -25,46 +95,28 @@ class LandingBuffer:
         self, max_num_seqs: int, num_branches: int, branch_len: int, max_draft_tokens: int, device: torch.device
     ) -> None:
         shape = (max_num_seqs, num_branches)
-        self.num_branches = num_branches
         self.branch_len = branch_len
         self._token_ids = torch.zeros(*shape, branch_len, dtype=torch.int32, device=device)  # [R, F, L]
         self._base_len = torch.zeros(shape, dtype=torch.int64, device=device)  # [R, F]
         self._length = torch.zeros(shape, dtype=torch.int64, device=device)  # [R, F], 0: no branch
         self._generation = torch.full(shape, -1, dtype=torch.int64, device=device)  # [R, F]
-        self._num_landed = np.zeros(max_num_seqs, dtype=np.int64)  # [R], branches so far: says which slot is the oldest
+        self._slots = BranchSlots(max_num_seqs, num_branches, branch_len)
         self._branch_offsets = torch.arange(branch_len, device=device)  # [L]
         self._draft_offsets = torch.arange(max_draft_tokens, device=device)  # [K]
 
     def put(self, branches: BranchBatch) -> None:
-        """Let branches land; of one that is too long the beginning is kept. Rows and tokens have been checked."""
-        count = len(branches)
-        if count == 0:
+        """See `Landing.put`."""
+        if len(branches) == 0:
             return
-        row = branches.row
-        # The branches of a row take its next slots in their order: rank within the row, found by a stable sort.
-        order = np.argsort(row, kind="stable")
-        ordered = row[order]
-        first = np.searchsorted(ordered, ordered)  # [B], where the row's branches begin in the order
-        rank = np.arange(count) - first
-        number = np.bincount(row, minlength=0)[ordered]
-        fresh = rank >= number - self.num_branches  # more than F at once: the last F
-        order, ordered, rank = order[fresh], ordered[fresh], rank[fresh]
-        slot = (self._num_landed[ordered] + rank) % self.num_branches
-        np.add.at(self._num_landed, row, 1)
-
-        ends = branches.num_tokens.cumsum(dtype=np.int64)
-        starts = (ends - branches.num_tokens)[order]
-        length = np.minimum(branches.num_tokens[order], self.branch_len).astype(np.int64)
-        columns = starts[:, None] + np.arange(self.branch_len)  # [B, L]
-        tokens = branches.token_ids[np.minimum(columns, len(branches.token_ids) - 1)].astype(np.int32, copy=False)
-        where = (torch.from_numpy(ordered.astype(np.int64)), torch.from_numpy(slot.astype(np.int64)))
-        self._token_ids[where] = torch.from_numpy(tokens)
-        self._base_len[where] = torch.from_numpy(branches.base_len[order].astype(np.int64))
-        self._length[where] = torch.from_numpy(length)
-        self._generation[where] = torch.from_numpy(branches.generation[order].astype(np.int64))
+        placed = self._slots.place(branches)
+        where = (torch.from_numpy(placed.row), torch.from_numpy(placed.slot))
+        self._token_ids[where] = torch.from_numpy(placed.token_ids)
+        self._base_len[where] = torch.from_numpy(placed.base_len)
+        self._length[where] = torch.from_numpy(placed.length)
+        self._generation[where] = torch.from_numpy(placed.generation)
 
     def clear(self, rows: list[int]) -> None:
-        """Forget the branches of these rows: those of a drafter that is gone."""
+        """See `Landing.clear`."""
         if rows:
             self._length[torch.tensor(rows)] = 0
 

@@ -24,8 +24,9 @@ from common.draft_exchange import (
 from model_executor.drafting import NoDraft
 from model_executor.row_state import RowState
 from verifier_svc.drafts.drafter_link import HANG_S, WATCHED_DRAFTS
-from verifier_svc.drafts.exchange import MAX_REOPENS, RemoteDrafts
+from verifier_svc.drafts.exchange import MAX_REOPENS
 from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.drafts.transport import Arrival, TransportSession
 
 NUM_ROWS, MAX_LEN, K, VOCAB_SIZE = 4, 64, 3, 100
