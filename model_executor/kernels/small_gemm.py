@@ -67,6 +67,19 @@ def _small_gemm_kernel(
     is_token = tokens < num_tokens
     w_tile = w_ptr + columns[:, None] * K + inner[None, :]
     x_tile = x_ptr + tokens[None, :] * K + inner[:, None]
+    place = tokens[None, :] * N + columns[:, None]
+    # What the end needs is asked for before the loop: its latency passes while the weights stream.
+    if HAS_NORM:
+        parts = tl.arange(0, BLOCK_PARTS)
+        sums = tl.load(
+            sums_in_ptr + parts[:, None] * BLOCK_M + tokens[None, :], mask=parts[:, None] < num_parts, other=0.0
+        )
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + columns)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + place, mask=is_token[None, :], other=0.0)
+    if HAS_NEXT:
+        next_weight = tl.load(next_weight_ptr + columns)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     acc_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -77,26 +90,21 @@ def _small_gemm_kernel(
             w_up = tl.load(w_tile + N.to(tl.int64) * K + k, eviction_policy="evict_first")
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
     if HAS_NORM:
-        parts = tl.arange(0, BLOCK_PARTS)
-        sums = tl.load(
-            sums_in_ptr + parts[:, None] * BLOCK_M + tokens[None, :], mask=parts[:, None] < num_parts, other=0.0
-        )
         rstd = tl.rsqrt(tl.sum(sums, axis=0) / K + eps)  # [BLOCK_M]
         acc = acc * rstd[None, :]
         acc_up = acc_up * rstd[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + columns)[:, None].to(tl.float32)
+        acc += bias[:, None].to(tl.float32)
     if SILU:
         acc = acc * tl.sigmoid(acc) * acc_up
-    place = tokens[None, :] * N + columns[:, None]
     if HAS_RESIDUAL:
-        acc += tl.load(residual_ptr + place, mask=is_token[None, :], other=0.0).to(tl.float32)
+        acc += residual.to(tl.float32)
     y = acc.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + place, y, mask=is_token[None, :])
     if HAS_NEXT:
         y = y.to(tl.float32)  # as the next kernel would have read it
-        weight = tl.load(next_weight_ptr + columns).to(tl.float32)
-        tl.store(scaled_ptr + place, (y * weight[:, None]).to(scaled_ptr.dtype.element_ty), mask=is_token[None, :])
+        scaled = y * next_weight.to(tl.float32)[:, None]
+        tl.store(scaled_ptr + place, scaled.to(scaled_ptr.dtype.element_ty), mask=is_token[None, :])
         tl.store(sums_out_ptr + block * BLOCK_M + tokens, tl.sum(y * y, axis=0))
 
 
