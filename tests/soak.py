@@ -19,6 +19,11 @@ MAX_PROMPT_LEN = 600
 MAX_NEW_TOKENS = 200
 MAX_MODEL_LEN = MAX_PROMPT_LEN + MAX_NEW_TOKENS
 MAX_DRAFT = 3
+MODEL_OPTIONS: dict[str, Any] = {
+    "head_dim": 32,  # the least that the kernels take
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "initializer_range": 0.08,  # outputs repeat themselves more than with wide weights: one token in six is a draft
+}
 _NUM_BYTES = 256
 
 

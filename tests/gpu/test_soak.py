@@ -10,19 +10,19 @@ import torch
 
 from common.config import EngineConfig
 from outrider.local import build_local_engine
-from tests.soak import MAX_MODEL_LEN, check_soaked, run_alone, soak, with_few_blocks
+from tests.soak import MODEL_OPTIONS, check_soaked, run_alone, soak, with_few_blocks
 from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.gpu
 
 NUM_OUTPUT_TOKENS = 200_000
-NUM_BLOCKS = 256  # of 16 rows that fill 50 each
+NUM_BLOCKS = 120  # for 16 rows, each of which can fill 50
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny-llama")
-    return make_model(directory, head_dim=32, max_position_embeddings=MAX_MODEL_LEN)
+    return make_model(directory, **MODEL_OPTIONS)
 
 
 def make_config(model: Path, **options: Any) -> EngineConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from common.config import BLOCK_SIZE, EngineConfig
 from outrider.local import build_local_engine
-from tests.soak import MAX_MODEL_LEN, check_soaked, run_alone, soak, with_few_blocks
+from tests.soak import MAX_MODEL_LEN, MODEL_OPTIONS, check_soaked, run_alone, soak, with_few_blocks
 from tests.tiny_models import make_model
 
 
@@ -16,7 +16,7 @@ from tests.tiny_models import make_model
 def test_random_requests_leave_nothing_behind_and_get_what_they_get_alone(
     tmp_path: Path, async_scheduling: bool
 ) -> None:
-    make_model(tmp_path, max_position_embeddings=MAX_MODEL_LEN)
+    make_model(tmp_path, **MODEL_OPTIONS)
     config = EngineConfig(
         model=str(tmp_path),
         max_num_seqs=8,
