@@ -88,6 +88,8 @@ class EngineConfig(BaseModel):
     """Bytes of KV cache on a CPU; '512M' and '4G' are understood."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0.0, lt=1.0)
     """Share of a GPU's memory that weights, activations and KV cache may take; the KV cache gets what is left."""
+    max_token_row_memory: Bytes = Field(default=1 << 30, ge=1)
+    """Bytes that the tokens of all rows may take, max_num_seqs x max_model_len x 4; n-grams are looked up there."""
     cuda_graphs: Literal["full", "none"] = "full"
     """full: a decode step on a GPU is one graph; none: its kernels are launched one by one."""
     enable_prefix_caching: bool = True

@@ -31,6 +31,7 @@ def refusal(**values: Any) -> InvalidArgumentError:
         ("max_num_batched_tokens", [16], [15, None]),
         ("max_num_waiting", [1], [0]),
         ("kv_cache_memory", [1, "1"], [0, -1, "0", 1.5, "", "many", "1X", "-1G", "1" * 400, None]),
+        ("max_token_row_memory", [1, "512M"], [0, -1, "0", 1.5, "many", None]),
         ("num_threads", [None, 1, 1024], [0, 0.5, 1025]),
         ("async_scheduling", [True, False], ["perhaps", None]),
     ],
