@@ -11,6 +11,7 @@ _BENCHES = {
     "cpu": "the demo target on this CPU: against transformers, with and without speculation; host time of a step",
     "decode": "decode on a GPU with random weights: off and with n-gram drafts, against the floor",
     "exchange": "the draft exchange over gRPC on loopback: round trip, codec, landing and matching",
+    "kernels": "each GPU kernel alone at the sizes of real steps: time, share of the copy bandwidth, FLOP/s",
     "prefill": "prompts on a GPU with random weights: tokens/s against the floor, and the ITL of rows beside them",
     "serving": "a verifier under Poisson arrivals: latencies, goodput, acceptance; and what its front costs the engine",
     "trace": "a decode step on a GPU: idle time between kernels, host time, evenness; two steps in flight against one",

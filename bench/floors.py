@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
-
 import torch
 
+from bench.timing import graph_ms
 from model_executor.models.registry import LoadedModel
 
 
@@ -15,7 +13,7 @@ def measure_copy_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> fl
     source = torch.empty(num_bytes // 8, dtype=torch.int64, device=device).random_()
     target = torch.empty_like(source)
     # An operation rather than a copy: in a graph a copy goes to the copy engines, at two thirds of the bandwidth.
-    return 2 * num_bytes / (_graph_ms(lambda: torch.bitwise_not(source, out=target)) / 1e3)
+    return 2 * num_bytes / (graph_ms(lambda: torch.bitwise_not(source, out=target)) / 1e3)
 
 
 def measure_gemm_floor(loaded: LoadedModel, num_tokens: int, num_logits: int | None = None) -> float:
@@ -46,32 +44,10 @@ def measure_gemm_floor(loaded: LoadedModel, num_tokens: int, num_logits: int | N
             torch.mm(inner, layer.down.t(), out=out)
         torch.mm(hidden[:num_logits], parameters.lm_head.t(), out=logits)
 
-    return _graph_ms(products)
+    return graph_ms(products)
 
 
 def kv_bytes_per_token(loaded: LoadedModel) -> int:
     """Bytes of KV that a token of context takes, in bfloat16."""
     config = loaded.config
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * 2
-
-
-def _graph_ms(work: Callable[[], object], replays: int = 10, repeats: int = 5) -> float:
-    """Median milliseconds of `work` captured in a graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times: list[float] = []
-    for _ in range(repeats + 1):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / replays)
-    return statistics.median(times[1:])

@@ -207,7 +207,7 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        PADDED_REQS=triton.next_power_of_2(num_reqs),
+        PADDED_REQS=max(16, triton.next_power_of_2(num_reqs)),
         ROWS=rows,
         TILE=tiles.tile,
         num_warps=tiles.num_warps,

@@ -1,0 +1,117 @@
+"""Every kernel at the sizes that `python -m bench kernels` times. A new kernel is one more function in `_PER_MODEL`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+
+from bench.attention_cases import prefill_attention_cases, rotate_and_cache_cases, verify_attention_cases
+from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
+from model_executor.kernels.add_rms_norm import add_rms_norm
+from model_executor.kernels.ngram_search import ngram_search
+from model_executor.kernels.silu_mul import silu_mul
+from model_executor.kernels.small_gemm import small_gemm
+
+
+def _products(shape: Shape) -> list[tuple[str, int, int]]:
+    """Name, columns and inner size of the products of a step; gate and up stand once each, above one another."""
+    config = shape.config
+    return [
+        ("qkv", shape.qkv_size, config.hidden_size),
+        ("o", config.hidden_size, shape.attended_size),
+        ("gate_up", 2 * config.intermediate_size, config.hidden_size),
+        ("down", config.hidden_size, config.intermediate_size),
+        ("lm_head", config.vocab_size, config.hidden_size),
+    ]
+
+
+def _product_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    for name, columns, inner in _products(shape):
+        for num_rows in sizes.product_rows:
+            size = f"{shape.name} {name}, {num_rows} x {inner} x {columns}"
+            for kernel in ("small_gemm", "torch mm"):
+                yield Case(kernel, size, partial(_product, shape, kernel, name, num_rows, columns, inner))
+
+
+def _product(
+    shape: Shape, kernel: str, name: str, num_rows: int, columns: int, inner: int, device: torch.device
+) -> Work:
+    num_bytes = columns * inner * shape.dtype.itemsize
+    # Filled by one value: random weights would take longer than the kernel, and zeros draw less power.
+    weights = [
+        torch.full((columns, inner), 0.01, dtype=shape.dtype, device=device) for _ in range(copies_for(num_bytes))
+    ]
+    x = torch.randn(num_rows, inner, dtype=shape.dtype, device=device)
+    silu = kernel == "small_gemm" and name == "gate_up"
+    out = torch.empty(num_rows, columns // 2 if silu else columns, dtype=shape.dtype, device=device)
+    if kernel == "small_gemm":
+        launches = [partial(small_gemm, x, weight, out, silu=silu) for weight in weights]
+    else:
+        launches = [partial(torch.mm, x, weight.t(), out=out) for weight in weights]
+    return Work(list(launches), num_bytes)
+
+
+def _add_rms_norm_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    yield Case("add_rms_norm", f"{shape.name} {sizes.num_tokens} tokens", partial(_add_rms_norm, shape, sizes))
+
+
+def _add_rms_norm(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
+    hidden = shape.config.hidden_size
+    x, residual, out = (
+        torch.randn(sizes.num_tokens, hidden, dtype=shape.dtype, device=device) for _ in range(3)
+    )  # [num_tokens, hidden] each
+    weight = torch.ones(hidden, dtype=shape.dtype, device=device)
+    return Work([partial(add_rms_norm, x, residual, weight, out, 1e-5)], 4 * x.numel() * x.element_size())
+
+
+def _silu_mul_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    yield Case("silu_mul", f"{shape.name} {sizes.num_tokens} tokens", partial(_silu_mul, shape, sizes))
+
+
+def _silu_mul(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
+    inner = shape.config.intermediate_size
+    gate_up = torch.randn(sizes.num_tokens, 2 * inner, dtype=shape.dtype, device=device)
+    out = torch.empty(sizes.num_tokens, inner, dtype=shape.dtype, device=device)
+    return Work([partial(silu_mul, gate_up, out)], 3 * out.numel() * out.element_size())
+
+
+def _ngram_search_cases(sizes: Sizes) -> Iterator[Case]:
+    for vocab_size in (50, 100_000):
+        size = f"{sizes.num_rows} x {sizes.text_len} random tokens of {vocab_size}"
+        yield Case("ngram_search", size, partial(_ngram_search, sizes, vocab_size))
+
+
+def _ngram_search(sizes: Sizes, vocab_size: int, device: torch.device) -> Work:
+    num_rows, text_len = sizes.num_rows, sizes.text_len
+    num_bytes = num_rows * text_len * 4
+    lengths = torch.full((num_rows,), text_len, device=device)
+    finished = torch.zeros(num_rows, dtype=torch.bool, device=device)
+    rows = torch.arange(num_rows, device=device)
+    best = torch.full((num_rows,), -1, device=device)
+    texts = [
+        torch.randint(vocab_size, (num_rows, text_len), dtype=torch.int32, device=device)
+        for _ in range(copies_for(num_bytes))  # between two searches of a text the weights go through the L2
+    ]
+    return Work([partial(ngram_search, text, lengths, finished, rows, best, 4, 2) for text in texts], num_bytes)
+
+
+_PER_MODEL: tuple[Callable[[Shape, Sizes], Iterator[Case]], ...] = (
+    verify_attention_cases,
+    prefill_attention_cases,
+    rotate_and_cache_cases,
+    _silu_mul_cases,
+    _add_rms_norm_cases,
+    _product_cases,
+)
+_PER_RUN: tuple[Callable[[Sizes], Iterator[Case]], ...] = (_ngram_search_cases,)
+
+
+def kernel_cases(shapes: list[Shape], sizes: Sizes) -> Iterator[Case]:
+    """Every case, those of one kernel and model one after the other."""
+    for make in _PER_RUN:
+        yield from make(sizes)
+    for shape in shapes:
+        for make_of_model in _PER_MODEL:
+            yield from make_of_model(shape, sizes)
