@@ -15,6 +15,7 @@ def build(options: dict[str, Any]) -> BuiltEngine:
     from common.config import BLOCK_SIZE, EngineConfig
     from outrider.local import build_local_engine
     from verifier_svc.drafts.remote_drafts import RemoteDrafts
+    from verifier_svc.engine.replay_counts import replay_counter
 
     config = EngineConfig(**options)
     local = build_local_engine(config)
@@ -34,6 +35,7 @@ def build(options: dict[str, Any]) -> BuiltEngine:
             tokenizer_json=None if served.tokenizer is None else served.tokenizer.to_str(),
         ),
         exchange_counts=draft_method.counts if isinstance(draft_method, RemoteDrafts) else None,
+        replay_counts=replay_counter(local.engine.executor),
     )
 
 

@@ -100,6 +100,26 @@ class ExchangeCounts(msgspec.Struct, frozen=True, array_like=True):
     num_rows_moved: int
 
 
+class GraphReplays(msgspec.Struct, frozen=True, array_like=True):
+    """One captured step, and how often it ran since the engine's start."""
+
+    num_reqs: int
+    """Requests that it has room for."""
+    num_draft_tokens: int
+    """Draft tokens of each, at most."""
+    num_tokens: int
+    """Tokens of its input, padding included."""
+    num_replays: int
+
+
+class ReplayCounts(msgspec.Struct, frozen=True, array_like=True):
+    """How the steps of an engine on a GPU ran."""
+
+    graphs: list[GraphReplays]
+    """All that were captured: one that is never used shows with 0."""
+    num_eager_steps: int
+
+
 # -- front to engine ---------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +254,8 @@ class Report(msgspec.Struct, tag="report", array_like=True):
     admitted: list[Admitted] = []
     exchange: ExchangeCounts | None = None
     """Now and then, where drafters are used."""
+    replays: ReplayCounts | None = None
+    """Now and then, and whenever no request is left, where steps are graphs."""
 
 
 class Ready(msgspec.Struct, tag="ready", array_like=True):

@@ -15,7 +15,16 @@ from common.errors import InvalidArgumentError
 from common.metrics import MetricsServer
 from common.types import FinishReason
 from verifier_svc.front.metrics import ERROR, FrontMetrics, OutputTimes
-from verifier_svc.messages import Admitted, DrafterCounts, EngineLoad, ExchangeCounts, OutputUpdate, Report
+from verifier_svc.messages import (
+    Admitted,
+    DrafterCounts,
+    EngineLoad,
+    ExchangeCounts,
+    GraphReplays,
+    OutputUpdate,
+    ReplayCounts,
+    Report,
+)
 
 VLLM_GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 VLLM_COUNTERS = (
@@ -208,6 +217,23 @@ def test_names_and_types_of_ours(metrics: FrontMetrics, server: MetricsServer) -
     assert value(families, "outrider_draft_branch_hits_total", model_name="demo") == 2
     assert value(families, "outrider_draft_round_trip_seconds_count", drafter=drafter) == 6
     assert value(families, "outrider_draft_round_trip_seconds_bucket", drafter=drafter, le="0.01") == 5
+
+
+def test_graphs_that_never_ran_are_there_with_0(metrics: FrontMetrics, server: MetricsServer) -> None:
+    graphs = [GraphReplays(4, 3, 16, 7), GraphReplays(8, 3, 32, 0), GraphReplays(8, 3, 256, 2)]
+    metrics.report(Report(EngineLoad(), [], replays=ReplayCounts(graphs, 5)))
+    metrics.report(Report(EngineLoad(), []))  # without news of them
+    families = scrape(server)
+    assert families["outrider_graph_replays"].type == families["outrider_eager_steps"].type == "counter"
+    name = "outrider_graph_replays_total"
+    found = {
+        tuple(sample.labels[label] for label in ("requests", "draft_tokens", "tokens")): sample.value
+        for sample in families["outrider_graph_replays"].samples
+        if sample.name == name
+    }
+    assert found == {("4", "3", "16"): 7, ("8", "3", "32"): 0, ("8", "3", "256"): 2}
+    assert value(families, name, requests="4", model_name="demo") == 7
+    assert value(families, "outrider_eager_steps_total", model_name="demo") == 5
 
 
 def test_process_metrics_are_there(server: MetricsServer) -> None:

@@ -27,6 +27,10 @@ class Engine:
         self._closed = False
 
     @property
+    def executor(self) -> StepExecutor:
+        return self._executor
+
+    @property
     def has_work(self) -> bool:
         return self.orchestrator.has_work
 

@@ -17,6 +17,7 @@ from verifier_svc.messages import (
     OutputUpdate,
     Ready,
     Rejected,
+    ReplayCounts,
     Report,
     ToEngine,
     frame,
@@ -56,6 +57,7 @@ class EngineLink:
         self._flushed: list[FlushResult] = []
         self._admitted: list[Admitted] = []
         self._exchange: ExchangeCounts | None = None
+        self._replays: ReplayCounts | None = None
         self._load = EngineLoad()
         self._has_report = False
         self.num_merged = 0
@@ -107,6 +109,7 @@ class EngineLink:
         flushed: list[FlushResult] | None = None,
         admitted: list[Admitted] | None = None,
         exchange: ExchangeCounts | None = None,
+        replays: ReplayCounts | None = None,
     ) -> None:
         """Tell the front, now if the socket takes it and later if not; never waits."""
         for update in updates:
@@ -120,6 +123,7 @@ class EngineLink:
         self._flushed += flushed or ()
         self._admitted += admitted or ()
         self._exchange = exchange or self._exchange
+        self._replays = replays or self._replays
         self._load = load
         self._has_report = True
         self.flush()
@@ -149,13 +153,16 @@ class EngineLink:
 
     def _pack(self) -> None:
         updates = list(self._updates.values())
-        report = Report(self._load, updates, self._rejected, self._flushed, self._admitted, self._exchange)
+        report = Report(
+            self._load, updates, self._rejected, self._flushed, self._admitted, self._exchange, self._replays
+        )
         self._unsent += frame(self._encoder.encode(report))
         self._updates = {}
         self._rejected = []
         self._flushed = []
         self._admitted = []
         self._exchange = None
+        self._replays = None
         self._has_report = False
 
     def _send(self) -> bool:

@@ -30,6 +30,7 @@ from verifier_svc.messages import (
     OutputUpdate,
     Ready,
     Rejected,
+    ReplayCounts,
     ServedFacts,
     Start,
     ToEngine,
@@ -44,6 +45,10 @@ _EXCHANGE_INTERVAL_S = 0.25
 """How often the counts of drafters go to the front; also without work, since a drafter may come and go meanwhile."""
 
 
+_REPLAYS_INTERVAL_S = 0.25
+"""How often the counts of captured steps go to the front while there is work."""
+
+
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
     """What an entry point hands over: it knows which services to wire, this package does not."""
@@ -52,18 +57,26 @@ class BuiltEngine:
     served: ServedFacts
     exchange_counts: Callable[[], ExchangeCounts] | None = None
     """Of the drafters; None where there are none."""
+    replay_counts: Callable[[], ReplayCounts] | None = None
+    """Of the captured steps; None where steps are no graphs."""
 
 
 class EngineProcess:
     """The loop: take what the front has sent, run a step, report it. One thread owns all of it."""
 
     def __init__(
-        self, engine: Engine, link: EngineLink, exchange_counts: Callable[[], ExchangeCounts] | None = None
+        self,
+        engine: Engine,
+        link: EngineLink,
+        exchange_counts: Callable[[], ExchangeCounts] | None = None,
+        replay_counts: Callable[[], ReplayCounts] | None = None,
     ) -> None:
         self._engine = engine
         self._link = link
         self._exchange_counts = exchange_counts
         self._exchange_due_s = 0.0
+        self._replay_counts = replay_counts
+        self._replays_due_s = 0.0
         self._added_s: dict[str, float] = {}  # of requests without a row, by id
         self._admitted: list[Admitted] = []
         engine.orchestrator.on_admitted = self._note_admitted
@@ -83,6 +96,8 @@ class EngineProcess:
         """
         engine, link = self._engine, self._link
         idle_s = None if self._exchange_counts is None else _EXCHANGE_INTERVAL_S
+        if self._replay_counts is not None:
+            link.report(self._load(), [], replays=self._replays())  # the graphs there are, before any has run
         while True:
             for message in link.receive(0 if engine.has_work else idle_s):
                 if not self._take(message):
@@ -98,6 +113,7 @@ class EngineProcess:
                 self._flushed,
                 self._admitted,
                 self._exchange(),
+                self._replays(),
             )
             self._rejected, self._flushed, self._admitted = [], [], []
 
@@ -153,6 +169,16 @@ class EngineProcess:
             return None
         self._exchange_due_s = now + _EXCHANGE_INTERVAL_S
         return self._exchange_counts()
+
+    def _replays(self) -> ReplayCounts | None:
+        """The counts of captured steps, if they are due; the last step of all is always counted."""
+        if self._replay_counts is None:
+            return None
+        now = time.monotonic()
+        if now < self._replays_due_s and self._engine.has_work:
+            return None
+        self._replays_due_s = now + _REPLAYS_INTERVAL_S
+        return self._replay_counts()
 
     def _updates(self, events: list[Event]) -> list[OutputUpdate]:
         updates: list[OutputUpdate] = []
@@ -232,7 +258,7 @@ def _serve(link: EngineLink, build: Callable[[dict[str, object]], BuiltEngine]) 
         return EXIT_FAILED
     try:
         link.send_blocking(Ready(built.served))
-        EngineProcess(built.engine, link, built.exchange_counts).run()
+        EngineProcess(built.engine, link, built.exchange_counts, built.replay_counts).run()
     except (EngineClosedError, msgspec.MsgspecError) as error:
         logger.exception("the engine cannot go on")
         link.send_blocking(Failed("UNAVAILABLE", str(error)))

@@ -12,7 +12,7 @@ from prometheus_client.core import Metric
 from common.histogram import Histogram
 from common.metrics import Families
 from common.types import FinishReason
-from verifier_svc.messages import DrafterCounts, EngineLoad, ExchangeCounts, Report
+from verifier_svc.messages import DrafterCounts, EngineLoad, ExchangeCounts, ReplayCounts, Report
 
 # vLLM's, so that its dashboards and alerts fit.
 TTFT_BOUNDS = (
@@ -65,6 +65,7 @@ class FrontMetrics:
         self.num_speculative_tokens = 0
         self.load = EngineLoad()
         self.exchange: ExchangeCounts | None = None
+        self.replays: ReplayCounts | None = None
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
         self.num_finished = {str(reason): 0 for reason in FinishReason} | {ERROR: 0}
@@ -89,6 +90,8 @@ class FrontMetrics:
         self.load = report.load
         if report.exchange is not None:
             self.exchange = report.exchange
+        if report.replays is not None:
+            self.replays = report.replays
         for admitted in report.admitted:
             times = outputs.get(admitted.key)
             if times is not None:
@@ -177,9 +180,24 @@ class FrontMetrics:
         ours = Families({"model_name": self.model_name})
         ours.counter("outrider_engine_steps", "Steps of the engine.", load.num_steps)
         ours.counter("outrider_stale_outcomes", "Step results of rows that had changed hands.", load.num_stale_outcomes)
+        if self.replays is not None:
+            _collect_replays(ours, self.replays)
         if self.exchange is not None:
             _collect_exchange(ours, self.exchange)
         yield from ours
+
+
+def _collect_replays(families: Families, replays: ReplayCounts) -> None:
+    for graph in replays.graphs:
+        families.counter(
+            "outrider_graph_replays",
+            "Steps that ran as a captured graph.",
+            graph.num_replays,
+            requests=str(graph.num_reqs),
+            draft_tokens=str(graph.num_draft_tokens),
+            tokens=str(graph.num_tokens),
+        )
+    families.counter("outrider_eager_steps", "Steps that ran without a graph.", replays.num_eager_steps)
 
 
 def _collect_exchange(families: Families, exchange: ExchangeCounts) -> None:

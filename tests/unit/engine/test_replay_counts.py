@@ -1,0 +1,102 @@
+"""Counts of captured steps, from the executor to the front."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass, field
+
+import msgspec
+
+from common.sampling_params import SamplingParams
+from common.types import Request
+from tests.fake_engine import build
+from verifier_svc.engine import process
+from verifier_svc.engine.executor import StepExecutor
+from verifier_svc.engine.link import EngineLink
+from verifier_svc.engine.process import EngineProcess
+from verifier_svc.engine.replay_counts import read_replays, replay_counter
+from verifier_svc.messages import AddRequest, FrameReader, FromEngine, GraphReplays, ReplayCounts, Report, Stop, frame
+from verifier_svc.orchestrator.step import StepOutcome, StepPlan
+
+
+@dataclass
+class Stats:
+    num_replays: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_eager_steps: int = 0
+
+
+class CountingExecutor:
+    """Has one graph, and counts every step as a run of it."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self._executor = executor
+        self.stats = Stats({(2, 3): 0, (1, 0): 0})
+
+    def submit(self, plan: StepPlan) -> None:
+        self.stats.num_replays[2, 3] += 1
+        self._executor.submit(plan)
+
+    def result(self) -> StepOutcome:
+        return self._executor.result()
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+def num_replays(report: Report) -> int:
+    """Of the graph for 2 requests; -1: the report does not say."""
+    return -1 if report.replays is None else report.replays.graphs[1].num_replays
+
+
+def test_graphs_by_size_with_tokens_where_they_do_not_follow() -> None:
+    counts = read_replays(Stats({(8, 3): 5, (8, 0): 0, (4, 3): 1, (8, 3, 512): 2}, 9))
+    expected = [(8, 0, 8, 0), (4, 3, 16, 1), (8, 3, 32, 5), (8, 3, 512, 2)]
+    assert counts == ReplayCounts([GraphReplays(*values) for values in expected], 9)
+
+
+def test_an_executor_without_graphs_has_no_counts() -> None:
+    engine = build({"model": "none"}).engine
+    assert replay_counter(engine.executor) is None
+    assert replay_counter(CountingExecutor(engine.executor)) is not None
+
+
+def test_the_front_hears_of_all_graphs_before_the_first_step_and_of_every_step_at_the_end() -> None:
+    engine = build({"model": "none", "max_num_seqs": 2}).engine
+    executor = CountingExecutor(engine.executor)
+    engine._executor = executor
+    ours, front = socket.socketpair()
+    front.settimeout(10)
+    link = EngineLink(ours)
+    loop = EngineProcess(engine, link, replay_counts=replay_counter(executor))
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    reader, decoder = FrameReader(), msgspec.msgpack.Decoder(FromEngine)
+
+    def take() -> list[Report]:
+        reports = [decoder.decode(payload) for payload in reader.feed(front.recv(1 << 20))]
+        assert all(isinstance(report, Report) for report in reports)
+        return [report for report in reports if isinstance(report, Report)]
+
+    first = take()[0]
+    assert first.replays == ReplayCounts([GraphReplays(1, 0, 1, 0), GraphReplays(2, 3, 8, 0)], 0)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    start = time.monotonic()
+    request = Request("r", [1, 2], params, 0, 42)
+    front.sendall(frame(msgspec.msgpack.encode([AddRequest.of(1, request)])))
+    reports: list[Report] = []
+    while not any(update.finish_reason for report in reports for update in report.updates):
+        reports += take()
+    while num_replays(reports[-1]) != executor.stats.num_replays[2, 3]:  # a step without rows may follow
+        reports += take()
+    seconds = time.monotonic() - start
+    front.sendall(frame(msgspec.msgpack.encode([Stop()])))
+    thread.join(10)
+    assert not thread.is_alive()
+    assert num_replays(reports[-1]) == executor.stats.num_replays[2, 3] >= 40
+    # Not with every step: they are many, and a scrape comes every few seconds.
+    assert len([r for r in reports if r.replays is not None]) <= 3 + seconds / process._REPLAYS_INTERVAL_S
+    assert len(reports) > 20
+    front.close()
+    link.close()
