@@ -19,7 +19,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from verifier_svc.sampling.state import BAD_WORDS, LOGIT_BIAS, MIN_TOKENS, PENALTIES, SamplingState
+from model_executor.sampling_flags import BAD_WORDS, LOGIT_BIAS, MIN_TOKENS, PENALTIES
+from verifier_svc.sampling.state import SamplingState
 
 # Penalties make several tensors of the shape of the logits. Rows are done in chunks of about this many logits, so that
 # their memory does not grow with the batch.

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from model_executor.kernels.philox import gumbel_noise_at_ref, gumbel_noise_ref
+from model_executor.sampling_flags import MIN_P, PROCESSED, RANDOM, TOP_P, TRUNCATED
 from verifier_svc.sampling.processors import Positions, process_logits
-from verifier_svc.sampling.state import MIN_P, PROCESSED, RANDOM, TOP_P, TRUNCATED, SamplingState
+from verifier_svc.sampling.state import SamplingState
 from verifier_svc.sampling.truncation import CANDIDATE_GROWTH, MIN_CANDIDATES, apply_min_p, truncate
 
 

@@ -1,0 +1,110 @@
+"""Sampling as kernels over fixed buffers: what a CUDA graph of a step runs between the forward pass and the commit.
+
+Two variants. The plain one knows the temperature and nothing else; the processed one does all that `Sampler` does. A
+row that asks for nothing else draws the same token in both, so which variant a step runs depends on its company, and
+its tokens do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model_executor.kernels.gumbel_argmax import BLOCK, gumbel_argmax
+from model_executor.kernels.process_logits import ProcessorParams, process_logits
+from model_executor.kernels.sampling_scores import Places, ProcessedScores
+from model_executor.kernels.truncate_logits import (
+    TruncationParams,
+    TruncationScratch,
+    make_truncation_scratch,
+    truncate_logits,
+)
+from model_executor.row_state import RowState
+from model_executor.sampling_tables import ProcessorTables
+from verifier_svc.sampling.state import SamplingState
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What `commit_tokens` takes: the best of every vocabulary block at every place. Views of the sampler's buffers."""
+
+    values: Tensor  # [P, num_blocks] float32
+    tokens: Tensor  # [P, num_blocks] int32
+
+
+class DeviceSampler:
+    """Buffers for steps of up to `max_places` places, and the kernels over them. Steps share it: they run in order.
+
+    Args:
+        state: with tables.
+        rows: row state.
+        max_places: num_reqs * width of the largest step.
+    """
+
+    def __init__(self, state: SamplingState, rows: RowState, max_places: int) -> None:
+        if state.tables is None:
+            raise ValueError("a SamplingState with tables is needed, and this one has none")
+        self._state = state
+        self._rows = rows
+        self._tables: ProcessorTables = state.tables
+        device, vocab_size = state.device, state.vocab_size
+        num_blocks = -(-vocab_size // BLOCK)
+        self._draws = Draws(
+            values=torch.empty(max_places, num_blocks, dtype=torch.float32, device=device),
+            tokens=torch.empty(max_places, num_blocks, dtype=torch.int32, device=device),
+        )
+        self._scores = ProcessedScores(
+            flags=state.row_flags,
+            processed=torch.empty(max_places, vocab_size, dtype=torch.float32, device=device),
+            cut_value=torch.empty(max_places, dtype=torch.float32, device=device),
+            cut_token=torch.empty(max_places, dtype=torch.int32, device=device),
+        )
+        self._scratch: TruncationScratch = make_truncation_scratch(max_places, vocab_size, device)
+        self._processors = ProcessorParams(
+            flags=state.row_flags,
+            repetition_penalty=state.repetition_penalty,
+            presence_penalty=state.presence_penalty,
+            frequency_penalty=state.frequency_penalty,
+            min_len=state.min_len,
+            stop_token_ids=state.stop_token_ids,
+        )
+        self._truncation = TruncationParams(
+            flags=state.row_flags,
+            temperature=state.temperature,
+            top_k=state.top_k,
+            top_p=state.top_p,
+            log_min_p=state.log_min_p,
+        )
+
+    def plain(self, logits: Tensor, inputs: Places) -> Draws:
+        """Draw for rows that are plain (`SamplingState.is_plain`).
+
+        Args:
+            logits: of the target model, [P, V] with P = num_reqs * width of `inputs`; left as they are.
+            inputs: of this step.
+        """
+        return self._draw(logits, inputs, None)
+
+    def processed(self, logits: Tensor, inputs: Places) -> Draws:
+        """Draw for any rows; arguments as in `plain`. Runs before the commit of its step: drafts are read."""
+        process_logits(logits, inputs, self._rows, self._processors, self._tables, self._scores.processed)
+        truncate_logits(logits, inputs, self._truncation, self._scores, self._scratch)
+        return self._draw(logits, inputs, self._scores)
+
+    def _draw(self, logits: Tensor, inputs: Places, scores: ProcessedScores | None) -> Draws:
+        state, num_places = self._state, logits.shape[0]
+        draws = Draws(self._draws.values[:num_places], self._draws.tokens[:num_places])
+        gumbel_argmax(
+            logits,
+            state.temperature,
+            state.seed,
+            self._rows.committed_len,
+            inputs.idx_mapping,
+            inputs.num_samples,
+            draws.values,
+            draws.tokens,
+            scores,
+        )
+        return draws
