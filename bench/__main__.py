@@ -10,6 +10,7 @@ from pathlib import Path
 _BENCHES = {
     "cpu": "the demo target on this CPU: against transformers, with and without speculation; host time of a step",
     "decode": "decode on a GPU with random weights: off and with n-gram drafts, against the floor",
+    "divergence": "where bfloat16 outputs on a GPU differ with and without drafts, against the rounding measured there",
     "exchange": "the draft exchange over gRPC on loopback: round trip, codec, landing and matching",
     "kernels": "each GPU kernel alone at the sizes of real steps: time, share of the copy bandwidth, FLOP/s",
     "prefill": "prompts on a GPU with random weights: tokens/s against the floor, and the ITL of rows beside them",
