@@ -88,11 +88,13 @@ def _prefill_attention_kernel(
     last_token = context + tl.minimum(first_query + queries, query_len) - 1
     num_below = (context + first_query + 1) // TILE  # tiles that every query of the block sees whole
     in_tile = tl.arange(0, TILE)
+    # Blocks are looked up a tile ahead, so that no load of KV waits for its address. A place behind the last token
+    # reads that token: KV that exists, so that no load needs a mask.
+    block = tl.load(table + tl.minimum(in_tile, last_token) // BLOCK_SIZE).to(tl.int32)
     for tile in range(last_token // TILE + 1):
         token = tile * TILE + in_tile
-        place = tl.minimum(token, last_token)  # KV that exists, so that loads need no mask
-        block = tl.load(table + place // BLOCK_SIZE).to(tl.int64)
-        slot = block * block_stride + (place % BLOCK_SIZE) * token_stride
+        slot = block.to(tl.int64) * block_stride + (tl.minimum(token, last_token) % BLOCK_SIZE) * token_stride
+        block = tl.load(table + tl.minimum(token + TILE, last_token) // BLOCK_SIZE).to(tl.int32)
         in_cache = slot[:, None] + dim[None, :]
         k = tl.load(key_ptr + in_cache)
         v = tl.load(value_ptr + in_cache)
@@ -116,10 +118,7 @@ _LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """Rows (queries x heads of a group) of a program, KV tokens of a tile, warps, pipeline stages.
-
-    Three stages keep two KV tiles in shared memory: the look-up of the blocks takes the one before.
-    """
+    """Rows (queries x heads of a group) of a program, KV tokens of a tile, warps, KV tiles in shared memory."""
 
     rows: int
     tile: int
@@ -131,10 +130,16 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[PrefillTiles]:
     """Tiles worth measuring; each fits the registers and the shared memory of a Hopper GPU."""
     if dtype == torch.float32:
         return [PrefillTiles(32, 32, 4, 2), PrefillTiles(16, 32, 4, 2)]
-    tiles = [PrefillTiles(128, 64, 8, 3), PrefillTiles(64, 64, 4, 3)]
-    if head_dim <= 128:
-        tiles += [PrefillTiles(128, 128, 8, 3), PrefillTiles(128, 128, 8, 2), PrefillTiles(64, 32, 4, 3)]
-    return tiles
+    if head_dim > 128:
+        return [PrefillTiles(128, 64, 8, 2), PrefillTiles(128, 32, 8, 3)]
+    tiles = [
+        PrefillTiles(128, 64, 8, 2),  # of heads of 64 or less two programs fit on a multiprocessor
+        PrefillTiles(128, 128, 8, 2),
+        PrefillTiles(128, 64, 8, 3),
+        PrefillTiles(64, 64, 4, 2),  # two programs on a multiprocessor, each half as large
+        PrefillTiles(64, 64, 4, 3),
+    ]
+    return tiles if head_dim <= 64 else [tiles[1], tiles[0], *tiles[2:]]
 
 
 def tiles_for(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
@@ -207,7 +212,8 @@ def prefill_attention(
         GROUP=group,
         HEAD_DIM=head_dim,
         BLOCK_SIZE=block_size,
-        PADDED_REQS=max(16, triton.next_power_of_2(num_reqs)),
+        # One compiled kernel for most batches; and at 16 Triton 3.6 takes 14 registers more, which then spill.
+        PADDED_REQS=max(64, triton.next_power_of_2(num_reqs)),
         ROWS=rows,
         TILE=tiles.tile,
         num_warps=tiles.num_warps,
