@@ -9,12 +9,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from common.types import TokenLogprobs
 from model_executor.kernels.gumbel_argmax import BLOCK, gumbel_argmax
 from model_executor.kernels.process_logits import ProcessorParams, process_logits
 from model_executor.kernels.sampling_scores import Places, ProcessedScores
+from model_executor.kernels.token_logprobs import (
+    NUM_LISTED,
+    PACKED_WIDTH,
+    LogprobScratch,
+    make_logprob_scratch,
+    token_logprobs,
+)
 from model_executor.kernels.truncate_logits import (
     TruncationParams,
     TruncationScratch,
@@ -62,6 +72,8 @@ class DeviceSampler:
             cut_token=torch.empty(max_places, dtype=torch.int32, device=device),
         )
         self._scratch: TruncationScratch = make_truncation_scratch(max_places, vocab_size, device)
+        self._logprob_scratch: LogprobScratch = make_logprob_scratch(max_places, vocab_size, device)
+        self._packed_logprobs = torch.zeros(max_places, PACKED_WIDTH, dtype=torch.int32, device=device)
         self._processors = ProcessorParams(
             flags=state.row_flags,
             repetition_penalty=state.repetition_penalty,
@@ -93,6 +105,20 @@ class DeviceSampler:
         truncate_logits(logits, inputs, self._truncation, self._scores, self._scratch)
         return self._draw(logits, inputs, self._scores)
 
+    def logprobs(self, logits: Tensor, inputs: Places, drawn: Tensor) -> Tensor:
+        """Log probabilities of drawn tokens, for the rows that ask for some.
+
+        Args:
+            logits, inputs: as in `plain`.
+            drawn: [num_reqs, width] int32, the token of every place: the columns of the outcome behind its header.
+
+        Returns:
+            [P, PACKED_WIDTH] int32, a view of the sampler's buffer, for one copy to the host and `unpack_logprobs`.
+        """
+        packed = self._packed_logprobs[: logits.shape[0]]
+        token_logprobs(logits, inputs, self._state.num_logprobs, drawn, self._logprob_scratch, packed)
+        return packed
+
     def _draw(self, logits: Tensor, inputs: Places, scores: ProcessedScores | None) -> Draws:
         state, num_places = self._state, logits.shape[0]
         draws = Draws(self._draws.values[:num_places], self._draws.tokens[:num_places])
@@ -108,3 +134,18 @@ class DeviceSampler:
             scores,
         )
         return draws
+
+
+def unpack_logprobs(packed: NDArray[np.int32], place: int, num_logprobs: int, vocab_size: int) -> TokenLogprobs:
+    """What `DeviceSampler.logprobs` left for one place, of a row that asks for `num_logprobs` best tokens.
+
+    Args:
+        packed: [P, PACKED_WIDTH] on the host.
+        place: entry * width + offset.
+        num_logprobs: at least 0.
+        vocab_size: no list is longer.
+    """
+    line = packed[place]
+    count = 1 + min(num_logprobs, vocab_size)
+    ids, bits = line[1 : 1 + count], line[1 + NUM_LISTED : 1 + NUM_LISTED + count]
+    return TokenLogprobs(ids.tolist(), bits.view(np.float32).tolist(), int(line[0]))
