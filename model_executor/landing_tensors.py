@@ -10,6 +10,9 @@ from torch import Tensor
 BASE_LEN, LENGTH, GENERATION, HEADER = 0, 1, 2, 3
 """Where a record holds what: its tokens begin at HEADER."""
 
+NO_DRAFT, FROM_BRANCH, FROM_NGRAM = 0, 1, 2
+"""Where the draft of an entry comes from."""
+
 
 @dataclass(frozen=True, slots=True)
 class LandingTensors:

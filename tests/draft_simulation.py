@@ -72,14 +72,13 @@ class CountingLandingBuffer(LandingBuffer):
 
 
 class DraftingDevice(SimulatedDevice):
-    """A simulated device whose drafts come from the exchange, through the tensors of a real row state."""
+    """A simulated device with the tensors of a real row state, through which its drafts come."""
 
     def __init__(
         self,
         rng: random.Random,
         stop_rate: float,
         rows: RowState,
-        drafts: RemoteDrafts,
         network: Network,
         step_s: float,
         are_drafts_right: bool,
@@ -91,10 +90,8 @@ class DraftingDevice(SimulatedDevice):
         self.longest_wait_s = 0.0
         self.waits_s: list[tuple[float, float]] = []  # when, and how long
         self._row_state = rows
-        self._drafts = drafts
         self._network = network
         self._step_s = step_s
-        self._sessions = SessionTracker()
         self._draft_tokens: dict[int, list[int]] = {}
 
     def run(self, plan: StepPlan) -> StepOutcome:
@@ -108,28 +105,10 @@ class DraftingDevice(SimulatedDevice):
         outcome = super().run(plan)
         self._write_committed(outcome)
         self._network.advance(self._step_s)
-        self._drafts.observe(self._sessions.update(plan, outcome))
         return outcome
 
-    def _draft(self, planned_rows: Sequence[PlannedRow], starts: Sequence[int]) -> None:
-        """As the model runner does: rows that have finished are left out, those that do not sample have no room."""
-        self._draft_tokens.clear()
-        numbers: list[int] = []
-        limits: list[int] = []
-        for planned, start in zip(planned_rows, starts, strict=True):
-            row = self.rows[planned.row]
-            if not row.finished:
-                samples = start + planned.num_tokens == len(row.tokens)
-                room = row.request.max_len - len(row.tokens) - 1
-                numbers.append(planned.row)
-                limits.append(max(0, min(planned.max_draft_tokens, room)) if samples else 0)
-        if not any(planned.max_draft_tokens for planned in planned_rows) or not numbers:
-            return
-        before_s = self._network.now
-        counts: list[int] = self._drafts.propose(self._row_state, torch.tensor(numbers), torch.tensor(limits)).tolist()
-        waited_s = self._network.now - before_s
-        if waited_s:
-            self.waits_s.append((before_s, waited_s))
+    def _note_drafts(self, numbers: list[int], limits: list[int], counts: list[int]) -> None:
+        """Look at the drafts of rows that stand in the row state, and keep them for the settling."""
         self.num_could_draft += sum(limit > 0 for limit in limits)
         self.num_drafted += sum(count > 0 for count in counts)
         texts: list[list[int]] = self._row_state.token_ids[numbers].tolist()
@@ -142,6 +121,13 @@ class DraftingDevice(SimulatedDevice):
             if self._are_drafts_right:
                 text_after = [true_token(self.rows[number].request, len(tokens) + index) for index in range(count)]
                 assert drafts == text_after, "a draft of another request, or for another place"
+
+    def _limit(self, planned: PlannedRow, start: int) -> int:
+        """Draft tokens that a row may have: one that does not sample has no room."""
+        row = self.rows[planned.row]
+        samples = not row.finished and start + planned.num_tokens == len(row.tokens)
+        room = row.request.max_len - len(row.tokens) - 1
+        return max(0, min(planned.max_draft_tokens, room)) if samples else 0
 
     def _drafts_of(self, row: DeviceRow, planned: PlannedRow) -> list[int]:
         return self._draft_tokens.get(planned.row, [])
@@ -163,6 +149,47 @@ class DraftingDevice(SimulatedDevice):
             state.committed_len[list(lengths)] = torch.tensor(list(lengths.values()))
 
 
+class HostDraftingDevice(DraftingDevice):
+    """Drafts as the model runner does: the host matches when a step runs, and learns of its outcome at once."""
+
+    def __init__(
+        self,
+        rng: random.Random,
+        stop_rate: float,
+        rows: RowState,
+        drafts: RemoteDrafts,
+        network: Network,
+        step_s: float,
+        are_drafts_right: bool,
+    ) -> None:
+        super().__init__(rng, stop_rate, rows, network, step_s, are_drafts_right)
+        self._drafts = drafts
+        self._sessions = SessionTracker()
+
+    def run(self, plan: StepPlan) -> StepOutcome:
+        outcome = super().run(plan)
+        self._drafts.observe(self._sessions.update(plan, outcome))
+        return outcome
+
+    def _draft(self, planned_rows: Sequence[PlannedRow], starts: Sequence[int]) -> None:
+        """As the model runner does: rows that have finished are left out."""
+        self._draft_tokens.clear()
+        numbers: list[int] = []
+        limits: list[int] = []
+        for planned, start in zip(planned_rows, starts, strict=True):
+            if not self.rows[planned.row].finished:
+                numbers.append(planned.row)
+                limits.append(self._limit(planned, start))
+        if not any(planned.max_draft_tokens for planned in planned_rows) or not numbers:
+            return
+        before_s = self._network.now
+        counts: list[int] = self._drafts.propose(self._row_state, torch.tensor(numbers), torch.tensor(limits)).tolist()
+        waited_s = self._network.now - before_s
+        if waited_s:
+            self.waits_s.append((before_s, waited_s))
+        self._note_drafts(numbers, limits, counts)
+
+
 class DraftSimulation(SimulatedRun):
     """One schedule: a workload, its drafters, and what befalls them.
 
@@ -178,6 +205,7 @@ class DraftSimulation(SimulatedRun):
     ABORT_RATE = 0.005
     NUM_DRAFTERS = (1, 1, 2)
     STEP_TIMES_S = (0.002, 0.02)
+    num_branch_steps = 2
 
     def __init__(self, seed: int, weather: Weather) -> None:
         self.weather = weather
@@ -194,20 +222,12 @@ class DraftSimulation(SimulatedRun):
             max_model_len=self.max_model_len,
             max_rows=self.max_num_seqs,
             branch_budget=4,
-            branch_len=2 * (MAX_DRAFT_TOKENS + 1),
+            branch_len=self.num_branch_steps * (MAX_DRAFT_TOKENS + 1),
         )
         self.transports = [
             FakeTransport(network, drafter, hello, self.weather.faults, f"fake-{index}")
             for index, drafter in enumerate(self.drafters)
         ]
-        device = torch.device("cpu")
-        self.landing = CountingLandingBuffer(
-            self.max_num_seqs, hello.branch_budget, hello.branch_len, MAX_DRAFT_TOKENS, device
-        )
-        self.drafts = RemoteDrafts(
-            self.transports, self.landing, NoDraft(), self.max_num_seqs, VOCAB_SIZE, DEADLINE_S, network.clock
-        )
-        rows = RowState(self.max_num_seqs, self.max_model_len, BLOCK_SIZE, device)
         network.advance(0.01)  # the first drafters are there
         horizon_s = 200 * step_s
         for drafter in self.drafters:
@@ -220,7 +240,21 @@ class DraftSimulation(SimulatedRun):
                 network.after(rng.uniform(0, horizon_s), lambda drafter=drafter, hang_s=hang_s: drafter.hang(hang_s))
         weather = self.weather
         are_drafts_right = weather.lie == weather.faults.damaged == weather.faults.garbled == 0
-        return DraftingDevice(rng, self.stop_rate, rows, self.drafts, network, step_s, are_drafts_right)
+        rows = RowState(self.max_num_seqs, self.max_model_len, BLOCK_SIZE, torch.device("cpu"))
+        return self.connect(rng, hello, rows, step_s, are_drafts_right)
+
+    def connect(
+        self, rng: random.Random, hello: VerifierHello, rows: RowState, step_s: float, are_drafts_right: bool
+    ) -> DraftingDevice:
+        """A device with drafts from the transports."""
+        landing = CountingLandingBuffer(
+            self.max_num_seqs, hello.branch_budget, hello.branch_len, MAX_DRAFT_TOKENS, rows.device
+        )
+        self.landing = landing
+        drafts = self.drafts = RemoteDrafts(
+            self.transports, self.landing, NoDraft(), self.max_num_seqs, VOCAB_SIZE, DEADLINE_S, self.network.clock
+        )
+        return HostDraftingDevice(rng, self.stop_rate, rows, drafts, self.network, step_s, are_drafts_right)
 
     def _build_core(self) -> DrafterCore:
         texts = [[text_token(seed, position) for position in range(self.max_model_len)] for seed in range(NUM_TEXTS)]

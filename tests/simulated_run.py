@@ -87,15 +87,24 @@ class SimulatedRun:
             if plan is None:
                 break
             self.check_plan(plan)
+            self.hand_over(plan)
             self.planned.append(plan)
         # The device may lag behind the plans by any number of steps.
         while self.planned and (not self.outcomes or self.rng.random() < 0.5):
             self.outcomes.append(self.device.run(self.planned.popleft()))
         if self.outcomes:
-            for event in self.orchestrator.apply(self.outcomes.popleft()):
+            outcome = self.outcomes.popleft()
+            self.take(outcome)
+            for event in self.orchestrator.apply(outcome):
                 self.record(event)
         elif self.orchestrator.num_running + self.orchestrator.num_waiting:
             raise AssertionError("requests are left and nothing is planned")
+
+    def hand_over(self, plan: StepPlan) -> None:
+        """The device gets a plan, and runs it later."""
+
+    def take(self, outcome: StepOutcome) -> None:
+        """The host learns of an outcome."""
 
     def check_plan(self, plan: StepPlan) -> None:
         assert sum(p.num_tokens + p.max_draft_tokens for p in plan.rows) <= self.max_num_batched_tokens

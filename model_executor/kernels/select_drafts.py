@@ -17,11 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model_executor.landing_tensors import BASE_LEN, GENERATION, HEADER, LENGTH, LandingTensors
+from model_executor.landing_tensors import (
+    BASE_LEN,
+    FROM_BRANCH,
+    FROM_NGRAM,
+    GENERATION,
+    HEADER,
+    LENGTH,
+    NO_DRAFT,
+    LandingTensors,
+)
 from model_executor.row_state import RowState
-
-NO_DRAFT, FROM_BRANCH, FROM_NGRAM = 0, 1, 2
-"""Where the draft of an entry comes from."""
 
 _BASE_LEN, _LENGTH = tl.constexpr(BASE_LEN), tl.constexpr(LENGTH)
 _GENERATION, _HEADER = tl.constexpr(GENERATION), tl.constexpr(HEADER)

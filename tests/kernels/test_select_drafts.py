@@ -12,8 +12,18 @@ from torch import Tensor
 from common.draft_exchange import Branch, BranchBatch
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.kernels.ngram_search import ngram_search
-from model_executor.kernels.select_drafts import FROM_BRANCH, FROM_NGRAM, NO_DRAFT, select_drafts, select_drafts_ref
-from model_executor.landing_tensors import BASE_LEN, GENERATION, HEADER, LENGTH, LandingTensors, make_landing_tensors
+from model_executor.kernels.select_drafts import select_drafts, select_drafts_ref
+from model_executor.landing_tensors import (
+    BASE_LEN,
+    FROM_BRANCH,
+    FROM_NGRAM,
+    GENERATION,
+    HEADER,
+    LENGTH,
+    NO_DRAFT,
+    LandingTensors,
+    make_landing_tensors,
+)
 from model_executor.row_state import RowState
 from verifier_svc.drafts.landing import LandingBuffer
 

@@ -199,13 +199,14 @@ class DrafterLink:
         self.stats.num_drafts += 1
         self.stats.num_draft_tokens += num_draft_tokens
         self.stats.num_accepted_tokens += num_accepted_tokens
-        self._watched.append((num_draft_tokens, num_accepted_tokens))
-        self._watched_drafted += num_draft_tokens
-        self._watched_accepted += num_accepted_tokens
-        if len(self._watched) > WATCHED_DRAFTS:
-            drafted, accepted = self._watched.popleft()
-            self._watched_drafted -= drafted
-            self._watched_accepted -= accepted
+        self._watch(num_draft_tokens, num_accepted_tokens)
+
+    def note_overtaken(self, num_tested: int, num_right: int) -> None:
+        """Steps in flight have committed tokens that a branch claimed, before a step could draft what follows them.
+
+        Not a draft, and not counted as one. But the branches of a drafter that is always wrong are never drafts there.
+        """
+        self._watch(num_tested, num_right)
 
     def is_collapsed(self) -> bool:
         """Hardly any of the last drafts was right."""
@@ -218,6 +219,15 @@ class DrafterLink:
         self._forget_watched()
         had_one, self._had_second_chance = self._had_second_chance, True
         return not had_one
+
+    def _watch(self, num_claimed: int, num_right: int) -> None:
+        self._watched.append((num_claimed, num_right))
+        self._watched_drafted += num_claimed
+        self._watched_accepted += num_right
+        if len(self._watched) > WATCHED_DRAFTS:
+            claimed, right = self._watched.popleft()
+            self._watched_drafted -= claimed
+            self._watched_accepted -= right
 
     def _forget_watched(self) -> None:
         self._watched.clear()
