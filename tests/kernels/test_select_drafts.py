@@ -28,7 +28,7 @@ from model_executor.row_state import RowState
 from verifier_svc.drafts.landing import LandingBuffer
 
 NUM_ROWS, MAX_LEN, NUM_DRAFT, NUM_BRANCHES, BRANCH_LEN = 11, 96, 4, 3, 10
-LONGEST, SHORTEST = 4, 2
+LONGEST, SHORTEST = 3, 2  # the longest is shorter than a draft, so that a draft can be longer than its match
 PAD_ROW = NUM_ROWS  # fills unused entries; the landing buffer does not know it
 
 
