@@ -84,7 +84,7 @@ class SamplingStep:
         self.reference = SamplingState(num_rows, VOCAB_SIZE, device)  # for the torch sampler
         self.state = SamplingState(num_rows, VOCAB_SIZE, device, has_tables=True)
         for row in range(num_rows):
-            text = [rng.randrange(4) for _ in range(rng.randint(1, 100))]
+            text = [rng.randrange(4) for _ in range(rng.choice([1, 2, 3, rng.randint(4, 100)]))]
             prompt_len = rng.randint(1, len(text))
             self.rows.set_row(row, text, prompt_len, len(text) - 1, MAX_LEN)
             drafts = torch.randint(0, 4, (WIDTH,), generator=generator, dtype=torch.int32)

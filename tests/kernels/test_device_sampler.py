@@ -9,6 +9,7 @@ from torch import Tensor
 from model_executor.kernels.philox import gumbel_noise_ref
 from model_executor.sampling_flags import RANDOM, TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, SamplingStep
+from tests.sampling_reference import make_request
 from verifier_svc.sampling.device_sampler import DeviceSampler, Draws
 from verifier_svc.sampling.sampler import Sampler
 
@@ -76,3 +77,12 @@ def test_noise_reaches_the_draw(device: torch.device, dtype: torch.dtype) -> Non
     noise = gumbel_noise_ref(step.state.seed[step.row_of], step.position, VOCAB_SIZE)
     best = (scaled + noise).amax(dim=-1)
     torch.testing.assert_close(draws.values.amax(dim=-1)[is_random], best[is_random], rtol=1e-5, atol=1e-5)
+
+
+def test_of_equal_tokens_those_behind_the_cut_are_never_drawn(device: torch.device, dtype: torch.dtype) -> None:
+    step = SamplingStep(6, device, dtype, num_rows=24)
+    for row in range(24):
+        step.give(row, make_request([0], seed=row, temperature=1.0, top_k=2))
+    step.logits.zero_()
+    found = drawn_tokens(sampler_of(step).processed(step.logits, step.inputs))[step.in_use]
+    assert set(found.tolist()) == {0, 1}

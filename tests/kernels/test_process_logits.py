@@ -11,6 +11,7 @@ from torch import Tensor
 from model_executor.kernels.process_logits import ProcessorParams, process_logits
 from model_executor.sampling_flags import PROCESSED
 from tests.kernels.sampling_rows import VOCAB_SIZE, SamplingStep, random_request
+from tests.sampling_reference import make_request
 from verifier_svc.sampling import processors
 
 
@@ -76,3 +77,17 @@ def test_counts_follow_the_commits_and_the_requests(device: torch.device, dtype:
     assert check(step) > 0
     assert step.state.tables is not None
     assert step.state.tables.token_counts.shape == (len(step.state.flags), VOCAB_SIZE)
+
+
+def test_a_bad_word_does_not_match_before_the_start_of_the_prompt(device: torch.device, dtype: torch.dtype) -> None:
+    """Before a row's text stand the zeros behind another row's."""
+    step = SamplingStep(3, device, dtype, features=())
+    for row in range(len(step.state.flags) - 1):
+        step.rows.set_row(row, [1], 1, 0, 160)
+        step.give(row, make_request([1], bad_words=[[0, 1, 6], [1, 7]]))
+    step.inputs.num_samples.clamp_(max=1)
+    step.logits.zero_()
+    processed = run_kernels(step)[0 :: step.inputs.width][step.inputs.num_samples > 0]
+    assert len(processed) > 3
+    assert (processed[:, 6] == 0).all()
+    assert (processed[:, 7] == -torch.inf).all()
