@@ -44,7 +44,7 @@ def check(step: SamplingStep) -> int:
     found, expected = run_kernels(step)[step.in_use], run_reference(step)
     flags = torch.tensor(step.reference.flags, device=found.device)[step.row_of[step.in_use]]
     is_processed = flags & PROCESSED != 0
-    torch.testing.assert_close(found[is_processed], expected[is_processed], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found[is_processed], expected[is_processed], rtol=1e-6, atol=1e-5)
     assert found[~is_processed].isnan().all()  # rows that ask for nothing are left alone
     return int(is_processed.sum())
 

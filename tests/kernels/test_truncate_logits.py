@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from model_executor.kernels.sampling_scores import ProcessedScores
-from model_executor.kernels.truncate_logits import (
+from model_executor.kernels.truncate_logits import truncate_logits
+from model_executor.kernels.truncation_candidates import (
     FEW,
     MAX_LISTED,
     TruncationParams,
     make_truncation_scratch,
-    truncate_logits,
 )
 from model_executor.sampling_flags import MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, StepPlaces, random_logits

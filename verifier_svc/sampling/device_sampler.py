@@ -25,11 +25,11 @@ from model_executor.kernels.token_logprobs import (
     make_logprob_scratch,
     token_logprobs,
 )
-from model_executor.kernels.truncate_logits import (
+from model_executor.kernels.truncate_logits import truncate_logits
+from model_executor.kernels.truncation_candidates import (
     TruncationParams,
     TruncationScratch,
     make_truncation_scratch,
-    truncate_logits,
 )
 from model_executor.row_state import RowState
 from model_executor.sampling_tables import ProcessorTables
@@ -46,6 +46,8 @@ class Draws:
 
 class DeviceSampler:
     """Buffers for steps of up to `max_places` places, and the kernels over them. Steps share it: they run in order.
+
+    For a vocabulary of 128256 a place takes 0.8 MB: 513 KB of scores, 280 KB of lists, 25 KB for log probabilities.
 
     Args:
         state: with tables.
