@@ -90,8 +90,12 @@ class EngineConfig(BaseModel):
     """Share of a GPU's memory that weights, activations and KV cache may take; the KV cache gets what is left."""
     max_token_row_memory: Bytes = Field(default=1 << 30, ge=1)
     """Bytes that the tokens of all rows may take, max_num_seqs x max_model_len x 4; n-grams are looked up there."""
-    cuda_graphs: Literal["full", "none"] = "full"
-    """full: a decode step on a GPU is one graph; none: its kernels are launched one by one."""
+    cuda_graphs: Literal["full", "piecewise", "none"] = "full"
+    """full: a step on a GPU is one graph; piecewise: steps with prompts are one between attentions; none: no graphs."""
+    max_prefill_beside_decode: int | None = Field(default=None, ge=16)
+    """Prompt tokens of a step in which other rows decode; None: 512 on a GPU, and no bound of its own on a CPU."""
+    debug_step_path: bool = False
+    """On a GPU, fail if handing over a step waits for the device or allocates memory."""
     enable_prefix_caching: bool = True
     """Keep the KV of prompts for later ones that begin alike."""
     async_scheduling: bool = True

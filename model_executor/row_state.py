@@ -9,9 +9,21 @@ stands at or beyond `committed_len` is a claim, never a committed token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+RowWrite = Callable[[Tensor, int, NDArray[Any]], None]
+"""write(tensor, index, values): `values` become tensor.flatten()[index :], now or with the step that is staged."""
+
+
+def write_now(tensor: Tensor, index: int, values: NDArray[Any]) -> None:
+    """The `RowWrite` that copies at once."""
+    tensor.view(-1)[index : index + len(values)] = torch.from_numpy(values)
 
 
 class RowState:
@@ -47,23 +59,21 @@ class RowState:
         num_computed_tokens: int,
         max_len: int,
         generation: int = 0,
+        write: RowWrite = write_now,
     ) -> None:
         """Give `row` to a request: `tokens` are committed, KV of the first `num_computed_tokens` is in its blocks."""
-        count = len(tokens)
-        self.token_ids[row, :count] = self._to_device(tokens, torch.int32)
-        self.committed_len[row] = count
-        self.num_computed_tokens[row] = num_computed_tokens
-        self.prompt_len[row] = prompt_len
-        self.max_len[row] = max_len
-        self.generation[row] = generation
-        self.finished[row] = False
+        write(self.token_ids, row * self.max_model_len, np.array(tokens, dtype=np.int32))
+        lengths = (
+            (self.committed_len, len(tokens)),
+            (self.num_computed_tokens, num_computed_tokens),
+            (self.prompt_len, prompt_len),
+            (self.max_len, max_len),
+            (self.generation, generation),
+        )
+        for tensor, value in lengths:
+            write(tensor, row, np.array([value], dtype=np.int64))
+        write(self.finished, row, np.array([False]))
 
-    def append_blocks(self, row: int, start: int, block_ids: Sequence[int]) -> None:
+    def append_blocks(self, row: int, start: int, block_ids: Sequence[int], write: RowWrite = write_now) -> None:
         """Put `block_ids` at block_table[row, start:]."""
-        self.block_table[row, start : start + len(block_ids)] = self._to_device(block_ids, torch.int64)
-
-    def _to_device(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of `values`; the copy to a GPU waits for nothing, and its pinned memory is reused by torch."""
-        if self.device.type == "cpu":
-            return torch.tensor(values, dtype=dtype)
-        return torch.tensor(values, dtype=dtype, pin_memory=True).to(self.device, non_blocking=True)
+        write(self.block_table, row * self.block_table.shape[1] + start, np.array(block_ids, dtype=np.int64))

@@ -14,13 +14,15 @@ def build(options: dict[str, Any]) -> BuiltEngine:
     """Load the model and wire an engine around it, from the fields of `EngineConfig`."""
     from common.config import BLOCK_SIZE, EngineConfig
     from outrider.local import build_local_engine
-    from verifier_svc.drafts.remote_drafts import RemoteDrafts
+    from verifier_svc.engine.memory_report import show_memory
     from verifier_svc.engine.replay_counts import replay_counter
 
     config = EngineConfig(**options)
     local = build_local_engine(config)
     pool = local.engine.orchestrator.pool
-    served, draft_method = local.served, local.draft_method
+    served = local.served
+    if local.memory is not None:
+        show_memory(local.memory)
     return BuiltEngine(
         local.engine,
         ServedFacts(
@@ -34,7 +36,7 @@ def build(options: dict[str, Any]) -> BuiltEngine:
             max_num_seqs=config.max_num_seqs,
             tokenizer_json=None if served.tokenizer is None else served.tokenizer.to_str(),
         ),
-        exchange_counts=draft_method.counts if isinstance(draft_method, RemoteDrafts) else None,
+        exchange_counts=local.exchange_counts,
         replay_counts=replay_counter(local.engine.executor),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer
 
 from common.config import BLOCK_SIZE, EngineConfig
-from common.errors import ModelLoadError
+from common.draft_exchange import VerifierHello
+from common.errors import InvalidArgumentError, ModelLoadError
 from common.logging import get_logger
 from common.model_identity import read_model_identity
 from drafter_svc.methods.ngram import NgramMethod
@@ -25,20 +26,27 @@ from model_executor.models.registry import (
     resolve_max_model_len,
 )
 from model_executor.row_state import RowState
-from verifier_svc.drafts.builder import build_remote_drafts, build_verifier_hello
+from verifier_svc.drafts.builder import build_remote_device_drafts, build_remote_drafts, build_verifier_hello
+from verifier_svc.drafts.device_drafts import DeviceDrafts, DeviceOnlyDrafts, RemoteDeviceDrafts
 from verifier_svc.drafts.grpc_transport import GrpcTransport
+from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.drafts.shared_memory import SharedMemoryOptions
-from verifier_svc.engine.cuda_memory import num_cuda_blocks
 from verifier_svc.engine.engine import Engine
 from verifier_svc.engine.executor import InlineExecutor, StepExecutor
+from verifier_svc.engine.memory_report import MemoryUse, log_memory
 from verifier_svc.engine.model_runner import ModelRunner
+from verifier_svc.engine.token_row_memory import check_token_row_memory
 from verifier_svc.front.admission import ServedModel
+from verifier_svc.messages import ExchangeCounts
 from verifier_svc.orchestrator.block_pool import BlockPool
 from verifier_svc.orchestrator.orchestrator import Orchestrator
 from verifier_svc.sampling.state import SamplingState
 
 ASYNC_DEPTH = 2
 """Steps in flight of the asynchronous loop."""
+
+CUDA_PREFILL_BESIDE_DECODE = 512
+"""Prompt tokens of a step in which other rows decode: with more, a long prompt makes all streams stutter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +57,10 @@ class LocalEngine:
     served: ServedModel
     dtype: str
     """Of the weights in memory, such as float32."""
-    draft_method: DraftMethod
+    exchange_counts: Callable[[], ExchangeCounts] | None
+    """Counts of remote drafters; None where there are none."""
+    memory: MemoryUse | None
+    """What takes the memory of a GPU."""
 
 
 def build_draft_method(config: EngineConfig, vocab_size: int, max_model_len: int, device: torch.device) -> DraftMethod:
@@ -60,17 +71,21 @@ def build_draft_method(config: EngineConfig, vocab_size: int, max_model_len: int
     if not config.drafter_addresses:
         return ngram
     hello = build_verifier_hello(config, read_model_identity(Path(config.model)), vocab_size, max_model_len)
-    shared_memory = None
-    if config.draft_transport != "grpc":
-        shared_memory = SharedMemoryOptions(Path(config.draft_shm_dir), is_required=config.draft_transport == "shm")
     return build_remote_drafts(
-        [GrpcTransport(address, hello, shared_memory) for address in config.drafter_addresses],
+        _transports(config, hello),
         hello,
         config.num_speculative_tokens,
         ngram if config.draft_fallback == "ngram" else NoDraft(),
         config.draft_deadline,
         device,
     )
+
+
+def _transports(config: EngineConfig, hello: VerifierHello) -> list[GrpcTransport]:
+    shared_memory = None
+    if config.draft_transport != "grpc":
+        shared_memory = SharedMemoryOptions(Path(config.draft_shm_dir), is_required=config.draft_transport == "shm")
+    return [GrpcTransport(address, hello, shared_memory) for address in config.drafter_addresses]
 
 
 def build_local_engine(
@@ -93,8 +108,9 @@ def build_local_engine(
     # reads config.json too: it would call a broken one a broken tokenizer.
     model_config = load_model_config(config.model)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
+    check_token_row_memory(config.max_token_row_memory, config.max_num_seqs, max_model_len)
     if config.device == "cpu":
-        _num_cpu_blocks(config, model_config, max_model_len)
+        _check_cpu_memory(config, model_config, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
     loaded = load_parameters(config.model, config.dtype, torch.device(config.device), max_model_len, progress)
     return assemble_engine(config, loaded, tokenizer, draft_method)
@@ -116,62 +132,123 @@ def assemble_engine(
         draft_method: used instead of the one that `config.drafter` names.
         forced_acceptance: for benchmarks on a GPU, chance that at least 1, 2, ... draft tokens are accepted.
     """
-    device = torch.device(config.device)
-    model_config, max_model_len = loaded.config, loaded.max_model_len
-    dtype = loaded.parameters.embed_tokens.dtype
-    # On a CPU nobody else may hold the layers: the decoder packs them and lets go of the plain ones, one at a time.
-    layers = list(loaded.parameters.layers) if device.type == "cuda" else []
-    decoder = build_decoder(loaded)
-    if device.type == "cuda":
-        num_blocks = num_cuda_blocks(decoder, config.gpu_memory_utilization, config.max_num_batched_tokens)
-    else:
-        num_blocks = _num_cpu_blocks(config, model_config, max_model_len)
-    # No more blocks than all rows together can ever fill: a small model would only clear memory that nobody uses.
-    num_blocks = min(num_blocks, config.max_num_seqs * -(-max_model_len // BLOCK_SIZE) + 1)
-    kv_cache = KVCache(model_config, num_blocks, dtype, device)
-    num_rows = config.max_num_seqs + (device.type == "cuda")  # a graph fills its unused entries with one row more
-    rows = RowState(num_rows, max_model_len, BLOCK_SIZE, device)
-    sampling = SamplingState(num_rows, model_config.vocab_size, device)
-    if draft_method is None:
-        draft_method = build_draft_method(config, model_config.vocab_size, max_model_len, device)
-    runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
+    model_config = loaded.config
     depth = ASYNC_DEPTH if config.async_scheduling else 1
-    executor: StepExecutor = InlineExecutor(runner)
-    if device.type == "cuda" and isinstance(draft_method, NoDraft | NgramMethod):
-        # Late: they import triton, which a machine without a GPU need not have.
-        from model_executor.models.fused_decoder import FusedDecoder, supports
-        from verifier_svc.engine.build_cuda import build_cuda_executor
-
-        if supports(model_config):
-            fused = FusedDecoder(model_config, loaded.parameters, layers, kv_cache, max_model_len)
-            executor = build_cuda_executor(config, fused, runner, rows, sampling, depth, forced_acceptance)
+    build = _cuda_parts if _has_cuda_steps(config, loaded, draft_method) else _torch_parts
+    parts = build(config, loaded, draft_method, depth, forced_acceptance)
     orchestrator = Orchestrator(
-        BlockPool(num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
+        BlockPool(parts.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
+        max_prefill_beside_decode=_max_prefill_beside_decode(config),
     )
     served = ServedModel(
         vocab_size=model_config.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=loaded.max_model_len,
         eos_token_ids=model_config.eos_token_ids,
         num_speculative_tokens=0 if config.drafter == "none" else config.num_speculative_tokens,
         tokenizer=tokenizer,
     )
-    dtype_name = str(dtype).removeprefix("torch.")
-    get_logger(__name__).info(
+    logger = get_logger(__name__)
+    logger.info(
         "engine ready",
         **config.model_dump(),
-        served_dtype=dtype_name,
-        served_max_model_len=max_model_len,
-        num_kv_cache_tokens=(num_blocks - 1) * BLOCK_SIZE,
+        served_dtype=parts.dtype,
+        served_max_model_len=loaded.max_model_len,
+        num_kv_cache_tokens=(parts.num_blocks - 1) * BLOCK_SIZE,
     )
-    return LocalEngine(Engine(orchestrator, executor, depth), served, dtype_name, draft_method)
+    if parts.memory is not None:
+        log_memory(parts.memory, logger)
+    engine = Engine(orchestrator, parts.executor, depth)
+    return LocalEngine(engine, served, parts.dtype, parts.exchange_counts, parts.memory)
 
 
-def _num_cpu_blocks(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What runs steps on a device, and what there is to say about it."""
+
+    executor: StepExecutor
+    num_blocks: int
+    dtype: str
+    exchange_counts: Callable[[], ExchangeCounts] | None
+    memory: MemoryUse | None
+
+
+def _torch_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft_method: DraftMethod | None,
+    depth: int,
+    forced_acceptance: Sequence[float],
+) -> _Parts:
+    """Steps as torch operations, on any device."""
+    if forced_acceptance:
+        raise InvalidArgumentError("forced_acceptance", forced_acceptance, "none, as these steps cannot do it")
+    device, model_config = torch.device(config.device), loaded.config
+    decoder = build_decoder(loaded)
+    num_blocks = num_blocks_for(config.kv_cache_memory, model_config, decoder.dtype, loaded.max_model_len)
+    num_blocks = min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // BLOCK_SIZE) + 1)
+    kv_cache = KVCache(model_config, num_blocks, decoder.dtype, device)
+    rows = RowState(config.max_num_seqs, loaded.max_model_len, BLOCK_SIZE, device)
+    sampling = SamplingState(config.max_num_seqs, model_config.vocab_size, device)
+    if draft_method is None:
+        draft_method = build_draft_method(config, model_config.vocab_size, loaded.max_model_len, device)
+    runner = ModelRunner(decoder, kv_cache, rows, sampling, draft_method)
+    counts = draft_method.counts if isinstance(draft_method, RemoteDrafts) else None
+    return _Parts(InlineExecutor(runner), num_blocks, _name(decoder.dtype), counts, None)
+
+
+def _cuda_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft_method: DraftMethod | None,
+    depth: int,
+    forced_acceptance: Sequence[float],
+) -> _Parts:
+    """Steps as CUDA graphs."""
+    # Late: it imports triton, which a machine without a GPU need not have.
+    from verifier_svc.engine.build_cuda import WriteStager, build_cuda_engine_parts
+
+    vocab_size, max_model_len = loaded.config.vocab_size, loaded.max_model_len
+
+    def build_drafts(writes: WriteStager) -> DeviceDrafts:
+        if not config.drafter_addresses or config.num_speculative_tokens == 0:
+            return DeviceOnlyDrafts()
+        identity = read_model_identity(Path(config.model))
+        hello = build_verifier_hello(config, identity, vocab_size, max_model_len, num_steps_ahead=depth - 1)
+        transports = _transports(config, hello)
+        device = torch.device(config.device)
+        return build_remote_device_drafts(transports, hello, config.draft_deadline, device, writes)
+
+    layers = list(loaded.parameters.layers)
+    parts = build_cuda_engine_parts(config, loaded, layers, depth, build_drafts, forced_acceptance)
+    counts = parts.drafts.counts if isinstance(parts.drafts, RemoteDeviceDrafts) else None
+    dtype = _name(loaded.parameters.embed_tokens.dtype)
+    return _Parts(parts.executor, parts.num_blocks, dtype, counts, parts.memory)
+
+
+def _has_cuda_steps(config: EngineConfig, loaded: LoadedModel, draft_method: DraftMethod | None) -> bool:
+    if config.device != "cuda" or draft_method is not None:
+        return False
+    from model_executor.models.fused_decoder import supports  # late, as above
+
+    return supports(loaded.config)
+
+
+def _max_prefill_beside_decode(config: EngineConfig) -> int | None:
+    if config.max_prefill_beside_decode is None and config.device == "cuda":
+        return CUDA_PREFILL_BESIDE_DECODE
+    return config.max_prefill_beside_decode
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_cpu_memory(config: EngineConfig, model_config: ModelConfig, max_model_len: int) -> None:
     dtype = resolve_dtype(config.dtype, model_config, torch.device("cpu"))
-    return num_blocks_for(config.kv_cache_memory, model_config, dtype, max_model_len)
+    num_blocks_for(config.kv_cache_memory, model_config, dtype, max_model_len)
 
 
 def load_tokenizer(directory: str) -> Tokenizer:

@@ -1,8 +1,8 @@
 """Match and commit on the device: the drawn tokens become part of the rows, and the outcome is written for the host.
 
-Grid: one program a request. It takes the best vocabulary block of each position, accepts draft tokens as long as they
-equal what was drawn, cuts at a stop token and at max_len, and updates the row. `verifier_svc.sampling.commit` is the
-reference.
+A chunk that does not end its prefill commits nothing and only moves on. Grid: one program an entry, which takes the
+best vocabulary block of each position, accepts draft tokens as long as they equal what was drawn, cuts at a stop token
+and at max_len, and updates the row. `verifier_svc.sampling.commit` is the reference.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -13,11 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model_executor.kernels.decode_inputs import DecodeInputs
+from model_executor.kernels.step_inputs import StepInputs
 from model_executor.row_state import RowState
 
-OUTCOME_HEADER = 4
-"""num_emitted, num_draft_tokens, num_accepted, finish code; then the drawn tokens."""
+OUTCOME_HEADER = 5
+"""num_emitted, num_draft_tokens, num_accepted, finish code, source of the draft; then the drawn tokens."""
+
+_HEADER = tl.constexpr(OUTCOME_HEADER)
 
 
 @triton.jit
@@ -28,14 +30,18 @@ def _commit_tokens_kernel(
     max_len_ptr,  # [R] int64
     finished_ptr,  # [R] bool
     stop_ids_ptr,  # [R, NUM_STOPS] int64
+    seed_ptr,  # [R] int64
     row_ptr,  # [num_reqs] int64
+    num_tokens_ptr,  # [num_reqs] int64
     draft_len_ptr,  # [num_reqs] int64
     query_len_ptr,  # [num_reqs] int64
+    num_samples_ptr,  # [num_reqs] int64
+    source_ptr,  # [num_reqs] int32
     period_ptr,  # [num_reqs] int64
     forced_ptr,  # [WIDTH - 1] float32
     value_ptr,  # [num_reqs * WIDTH, num_blocks] float32
     token_ptr,  # [num_reqs * WIDTH, num_blocks] int32
-    outcome_ptr,  # [num_reqs, 4 + WIDTH] int32
+    outcome_ptr,  # [num_reqs, HEADER + WIDTH] int32
     row_stride,
     stop_stride,
     num_stops,
@@ -48,9 +54,12 @@ def _commit_tokens_kernel(
 ):
     entry = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + entry)
-    outcome = outcome_ptr + entry * (4 + WIDTH)
-    if tl.load(query_len_ptr + entry) == 0:
+    outcome = outcome_ptr + entry * (_HEADER + WIDTH)
+    if tl.load(num_samples_ptr + entry) == 0:
         tl.store(outcome, 0)
+        if tl.load(query_len_ptr + entry) > 0:
+            computed = tl.load(num_computed_ptr + row) + tl.load(num_tokens_ptr + entry)
+            tl.store(num_computed_ptr + row, computed)
         return
     draft_len = tl.load(draft_len_ptr + entry)
     length = tl.load(committed_len_ptr + row)
@@ -71,7 +80,7 @@ def _commit_tokens_kernel(
         # Benchmarks: accept by chance, and go on with the text that the draft claims.
         period = tl.load(period_ptr + entry)
         drawn = tl.load(text + length - period + offset % period, mask=is_place, other=0)
-        chance = tl.rand(row.to(tl.int32), length.to(tl.int32))
+        chance = tl.rand(tl.load(seed_ptr + row), length.to(tl.int32))
         rate = tl.load(forced_ptr + offset, mask=offset < draft_len, other=0.0)
         matches = chance < rate
     else:
@@ -96,13 +105,15 @@ def _commit_tokens_kernel(
     tl.store(outcome + 1, draft_len.to(tl.int32))
     tl.store(outcome + 2, tl.minimum(num_matching, num_emitted).to(tl.int32))
     tl.store(outcome + 3, finish.to(tl.int32))
-    tl.store(outcome + 4 + offset, drawn, mask=offset < WIDTH)
+    tl.store(outcome + 4, tl.load(source_ptr + entry))
+    tl.store(outcome + _HEADER + offset, drawn, mask=offset < WIDTH)
 
 
 def commit_tokens(
     rows: RowState,
     stop_token_ids: Tensor,
-    inputs: DecodeInputs,
+    seed: Tensor,
+    inputs: StepInputs,
     values: Tensor,
     tokens: Tensor,
     outcome: Tensor,
@@ -113,9 +124,11 @@ def commit_tokens(
     Args:
         rows: token_ids, committed_len, num_computed_tokens and finished are updated.
         stop_token_ids: [R, S] int64, padded with -1.
+        seed: [R] int64; forced acceptance draws its chances with it.
         inputs: of this step.
         values, tokens: [num_reqs * width, num_blocks].
-        outcome: [num_reqs, OUTCOME_HEADER + width] int32, written; num_emitted is 0 for a row that had finished.
+        outcome: [num_reqs, OUTCOME_HEADER + width] int32, written; num_emitted is 0 for a row that samples
+            nothing.
         forced_acceptance: for benchmarks, [width - 1] float32: chance that at least this many drafts are accepted.
     """
     num_blocks = values.shape[1]
@@ -126,9 +139,13 @@ def commit_tokens(
         rows.max_len,
         rows.finished,
         stop_token_ids,
+        seed,
         inputs.idx_mapping,
+        inputs.num_tokens,
         inputs.draft_len,
         inputs.query_len,
+        inputs.num_samples,
+        inputs.source,
         inputs.period,
         forced_acceptance if forced_acceptance is not None else values,
         values,

@@ -74,6 +74,7 @@ def _verify_attention_kernel(
     token_stride,
     head_stride,
     scale,
+    max_query_len,
     num_kv_heads: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -93,7 +94,7 @@ def _verify_attention_kernel(
     query_len = tl.load(query_len_ptr + request).to(tl.int64)
     row = tl.load(row_ptr + request).to(tl.int64)
     seq_len = tl.load(seq_len_ptr + request).to(tl.int64)
-    if query_len == 0:
+    if (query_len == 0) | (query_len > max_query_len):
         return
     context = seq_len - query_len
     num_heads: tl.constexpr = num_kv_heads * GROUP
@@ -242,9 +243,9 @@ def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles
 
 @dataclass(frozen=True, slots=True)
 class SplitWorkspace:
-    """Where splits leave their parts; made once for the largest batch."""
+    """Where splits leave their parts; made once for batches of any size up to the largest."""
 
-    tiles: AttentionTiles
+    tiles: AttentionTiles | None  # None: by the size of the batch
     parts: Tensor  # float32
     maxima: Tensor  # float32
     sums: Tensor  # float32
@@ -266,9 +267,9 @@ def make_split_workspace(
     tiles: AttentionTiles | None = None,
 ) -> SplitWorkspace:
     """Workspace of launches with at most `max_reqs` requests of at most `max_query_len` query tokens."""
-    tiles = tiles or tiles_for(max_reqs, num_kv_heads, head_dim)
     rows = tile_rows(max_query_len, group)
-    count = max_reqs * num_kv_heads * tiles.num_splits * rows
+    sizes = (n * (tiles or tiles_for(n, num_kv_heads, head_dim)).num_splits for n in range(1, max_reqs + 1))
+    count = max(sizes) * num_kv_heads * rows
     return SplitWorkspace(
         tiles=tiles,
         parts=torch.empty(count * head_dim, dtype=torch.float32, device=device),
@@ -293,7 +294,7 @@ def verify_attention(
     max_query_len: int,
     workspace: SplitWorkspace,
 ) -> None:
-    """Attention of rows with at most `max_query_len` query tokens each; lengths are read on the device.
+    """Attention of requests with at most `max_query_len` query tokens; lengths are read on the device.
 
     Args:
         qkv: projections before rotation, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
@@ -302,15 +303,17 @@ def verify_attention(
         block_table: [R, max_blocks].
         idx_mapping: [num_reqs], row of each request in the block table.
         query_start: [num_reqs], first token of each request in qkv and out.
-        query_len: [num_reqs]; a request with 0 is left out, and so are tokens of no request.
+        query_len: [num_reqs]; requests with 0 or more than `max_query_len` are left out, and so are tokens of none.
         seq_lens: [num_reqs], context and query.
         out: [num_tokens, num_heads * head_dim], written.
+        num_heads: of the queries.
+        max_query_len: K + 1.
         workspace: of `make_split_workspace` for at least this batch.
     """
     _, block_size, num_kv_heads, head_dim = key.shape
-    tiles = workspace.tiles
     group = num_heads // num_kv_heads
     num_reqs = seq_lens.shape[0]
+    tiles = workspace.tiles or tiles_for(num_reqs, num_kv_heads, head_dim)
     _verify_attention_kernel[(num_reqs, num_kv_heads, tiles.num_splits)](
         qkv,
         cos_sin,
@@ -331,6 +334,7 @@ def verify_attention(
         key.stride(1),
         key.stride(2),
         head_dim**-0.5 * _LOG2_E,
+        max_query_len,
         num_kv_heads=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,

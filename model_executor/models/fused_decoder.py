@@ -1,46 +1,68 @@
-"""The decoder as a decode step on a GPU runs it: few kernels, fixed shapes, buffers made once.
+"""The decoder of steps on a GPU: few kernels, fixed shapes, buffers made once.
 
-Two ways through a layer. Up to `MAX_TOKENS` tokens, five fused kernels (docs/adr/0008-fused-gemm-of-few-rows.md); more
-tokens go through the vendor's matrix products with `add_rms_norm` and `silu_mul` between them. Both may be captured in
-a CUDA graph: nothing is allocated and no shape depends on the data.
+A step of decode rows with up to `MAX_TOKENS` tokens goes through five fused kernels a layer
+(docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products with `add_rms_norm` and
+`silu_mul` between them, and a mixed step has the kernels of prefill beside those of decode. All may be captured in CUDA
+graphs: nothing is allocated and no shape depends on the data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from model_executor.kernels.add_rms_norm import add_rms_norm
-from model_executor.kernels.decode_inputs import DecodeInputs
 from model_executor.kernels.embed_tokens import embed_tokens
+from model_executor.kernels.norm_heads import norm_heads
+from model_executor.kernels.prefill_attention import prefill_attention
+from model_executor.kernels.rotate_and_cache import rotate_and_cache
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_norm_input, small_gemm
+from model_executor.kernels.step_inputs import StepInputs
 from model_executor.kernels.verify_attention import SplitWorkspace, make_split_workspace, verify_attention
-from model_executor.kv_cache import KVCache
+from model_executor.kv_cache import KVCache, LayerKV
 from model_executor.models.config import ModelConfig
-from model_executor.models.layers import norm_heads_
 from model_executor.models.parameters import DecoderParameters, LayerParameters
 from model_executor.models.rotary import rope_cos_sin
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeBuffers:
-    """Activations of a decode step with a fixed number of tokens."""
+class StepBuffers:
+    """Activations of a step of T tokens and P places to sample. Steps run one after the other and share them."""
 
-    stream: Tensor  # [num_tokens, hidden]
-    normed: Tensor  # [num_tokens, hidden]
-    qkv: Tensor  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
-    attended: Tensor  # [num_tokens, num_heads * head_dim]
-    projected: Tensor  # [num_tokens, hidden]
-    gate_up: Tensor  # [num_tokens, 2 * intermediate_size]
-    activated: Tensor  # [num_tokens, intermediate_size]
-    logits: Tensor  # [num_tokens, vocab_size]
+    stream: Tensor  # [T, hidden]
+    normed: Tensor  # [T, hidden], after the last layer the hidden state of every token
+    qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
+    attended: Tensor  # [T, num_heads * head_dim]
+    projected: Tensor  # [T, hidden]
+    gate_up: Tensor  # [T, 2 * intermediate_size]
+    activated: Tensor  # [T, intermediate_size]
+    sampled: Tensor  # [P, hidden], of a mixed step
+    logits: Tensor  # [P, vocab_size]
     before_attention: NormInput
     before_mlp: NormInput
     workspace: SplitWorkspace
+
+    def first(self, num_tokens: int, num_places: int) -> StepBuffers:
+        """The same memory for a smaller step."""
+        return StepBuffers(
+            self.stream[:num_tokens],
+            self.normed[:num_tokens],
+            self.qkv[:num_tokens],
+            self.attended[:num_tokens],
+            self.projected[:num_tokens],
+            self.gate_up[:num_tokens],
+            self.activated[:num_tokens],
+            self.sampled[:num_places],
+            self.logits[:num_places],
+            self.before_attention,
+            self.before_mlp,
+            self.workspace,
+        )
 
 
 def supports(config: ModelConfig) -> bool:
@@ -49,13 +71,12 @@ def supports(config: ModelConfig) -> bool:
 
 
 class FusedDecoder:
-    """Decode and verify rows of a Llama-like model on one GPU.
+    """A Llama-like model on one GPU.
 
     Args:
         config: the model.
         parameters: its weights, shared with whoever else holds them.
         layers: `parameters.layers`, in order.
-        kv_cache: of this model.
         max_model_len: positions 0..max_model_len - 1 are valid.
     """
 
@@ -64,13 +85,11 @@ class FusedDecoder:
         config: ModelConfig,
         parameters: DecoderParameters,
         layers: Sequence[LayerParameters],
-        kv_cache: KVCache,
         max_model_len: int,
     ) -> None:
         self.config = config
         self._parameters = parameters
         self._layers = layers
-        self._kv_cache = kv_cache
         self.device = parameters.embed_tokens.device
         self.dtype = parameters.embed_tokens.dtype
         self._cos_sin = rope_cos_sin(config.rope, config.head_dim, max_model_len).to(self.device)
@@ -81,27 +100,33 @@ class FusedDecoder:
         shapes.append((config.vocab_size, hidden))
         self._can_fuse = all(fits(n, k) for n, k in shapes) and not config.mlp_bias and not config.o_bias
 
-    def make_buffers(self, num_reqs: int, width: int) -> DecodeBuffers:
-        """Activations for `num_reqs` requests of `width` tokens."""
-        config, num_tokens = self.config, num_reqs * width
+    def make_buffers(self, max_tokens: int, max_places: int, max_reqs: int, width: int) -> StepBuffers:
+        """Activations for steps of at most `max_tokens` tokens, `max_places` places to sample and `max_reqs` entries.
 
-        def empty(columns: int) -> Tensor:
-            return torch.empty(num_tokens, columns, dtype=self.dtype, device=self.device)
+        Args:
+            max_tokens, max_places, max_reqs: of the largest step.
+            width: K + 1, most query tokens of an entry that `verify_attention` does.
+        """
+        config = self.config
 
-        return DecodeBuffers(
-            stream=empty(config.hidden_size),
-            normed=empty(config.hidden_size),
-            qkv=empty(self._qkv_size),
-            # Places that no request uses are never written by attention, and must not hold what is not a number.
-            attended=empty(config.num_heads * config.head_dim).zero_(),
-            projected=empty(config.hidden_size),
-            gate_up=empty(2 * config.intermediate_size),
-            activated=empty(config.intermediate_size),
-            logits=empty(config.vocab_size),
+        def empty(rows: int, columns: int) -> Tensor:
+            return torch.empty(rows, columns, dtype=self.dtype, device=self.device)
+
+        return StepBuffers(
+            stream=empty(max_tokens, config.hidden_size),
+            normed=empty(max_tokens, config.hidden_size),
+            qkv=empty(max_tokens, self._qkv_size),
+            # Places that no entry uses are never written by attention, and must not hold what is not a number.
+            attended=empty(max_tokens, config.num_heads * config.head_dim).zero_(),
+            projected=empty(max_tokens, config.hidden_size),
+            gate_up=empty(max_tokens, 2 * config.intermediate_size),
+            activated=empty(max_tokens, config.intermediate_size),
+            sampled=empty(max_places, config.hidden_size),
+            logits=empty(max_places, config.vocab_size),
             before_attention=make_norm_input(config.hidden_size, self.dtype, self.device),
             before_mlp=make_norm_input(config.hidden_size, self.dtype, self.device),
             workspace=make_split_workspace(
-                num_reqs,
+                max_reqs,
                 config.num_kv_heads,
                 config.num_heads // config.num_kv_heads,
                 config.head_dim,
@@ -110,19 +135,35 @@ class FusedDecoder:
             ),
         )
 
-    def forward(self, inputs: DecodeInputs, block_table: Tensor, buffers: DecodeBuffers) -> Tensor:
-        """Logits of every place of `inputs`, [num_reqs * width, vocab_size]; places not in use hold anything finite.
+    def pieces(
+        self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, buffers: StepBuffers
+    ) -> list[Callable[[], None]]:
+        """A forward pass as calls to be made in order: every second one is attention, and no other reads the KV cache.
+
+        They leave the logits of every place in `buffers.logits`; places not in use hold anything finite.
 
         Args:
             inputs: of the step.
             block_table: [R, max_blocks].
-            buffers: of `make_buffers` for this number of requests and width.
+            kv_cache: of this model.
+            buffers: of this size.
         """
-        if inputs.input_ids.shape[0] <= MAX_TOKENS and self._can_fuse:
-            return self._forward_fused(inputs, block_table, buffers)
-        return self._forward_wide(inputs, block_table, buffers)
+        layers = kv_cache.layers
+        if not inputs.is_mixed and inputs.input_ids.shape[0] <= MAX_TOKENS and self._can_fuse:
+            return [partial(self._forward_fused, inputs, block_table, kv_cache, buffers)]
+        pieces: list[Callable[[], None]] = [partial(self._enter, inputs, buffers)]
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, layers, strict=True)):
+            pieces.append(partial(self._attend, layer, layer_kv, inputs, block_table, buffers))
+            pieces.append(partial(self._leave_layer, index, layer, inputs, buffers))
+        return pieces
 
-    def _forward_fused(self, inputs: DecodeInputs, block_table: Tensor, b: DecodeBuffers) -> Tensor:
+    def forward(self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, buffers: StepBuffers) -> Tensor:
+        """All pieces at once: logits of every place, [num_reqs * width, vocab_size]."""
+        for piece in self.pieces(inputs, block_table, kv_cache, buffers):
+            piece()
+        return buffers.logits
+
+    def _forward_fused(self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, b: StepBuffers) -> None:
         eps, parameters = self.config.rms_norm_eps, self._parameters
         num_tokens = inputs.input_ids.shape[0]
         norms = [layer.input_norm for layer in self._layers[1:]] + [parameters.final_norm]
@@ -131,9 +172,9 @@ class FusedDecoder:
         )
         scaled, sums = b.before_attention.scaled[:num_tokens], b.before_attention.square_sums
         scaled_mlp, sums_mlp = b.before_mlp.scaled[:num_tokens], b.before_mlp.square_sums
-        for index, (layer, next_norm) in enumerate(zip(self._layers, norms, strict=True)):
+        for layer, layer_kv, next_norm in zip(self._layers, kv_cache.layers, norms, strict=True):
             small_gemm(scaled, layer.qkv, b.qkv, bias=layer.qkv_bias, square_sums=sums, eps=eps)
-            self._attend(index, layer, inputs, block_table, b)
+            self._attend(layer, layer_kv, inputs, block_table, b)
             small_gemm(
                 b.attended,
                 layer.o,
@@ -152,48 +193,49 @@ class FusedDecoder:
                 next_input=b.before_attention,
             )
         small_gemm(scaled, parameters.lm_head, b.logits, square_sums=sums, eps=eps)
-        return b.logits
 
-    def _forward_wide(self, inputs: DecodeInputs, block_table: Tensor, b: DecodeBuffers) -> Tensor:
-        eps, parameters = self.config.rms_norm_eps, self._parameters
-        torch.index_select(parameters.embed_tokens, 0, inputs.input_ids, out=b.stream)
-        addend: Tensor | None = None
-        for index, layer in enumerate(self._layers):
-            add_rms_norm(addend, b.stream, layer.input_norm, b.normed, eps)
-            _matmul(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
-            self._attend(index, layer, inputs, block_table, b)
-            _matmul(b.attended, layer.o, layer.o_bias, b.projected)
-            add_rms_norm(b.projected, b.stream, layer.post_attention_norm, b.normed, eps)
-            _matmul(b.normed, layer.gate_up, layer.gate_up_bias, b.gate_up)
-            silu_mul(b.gate_up, b.activated)
-            _matmul(b.activated, layer.down, layer.down_bias, b.projected)
-            addend = b.projected
-        add_rms_norm(addend, b.stream, parameters.final_norm, b.normed, eps)
-        _matmul(b.normed, parameters.lm_head, None, b.logits)
-        return b.logits
+    def _enter(self, inputs: StepInputs, b: StepBuffers) -> None:
+        """Up to the first attention."""
+        torch.index_select(self._parameters.embed_tokens, 0, inputs.input_ids, out=b.stream)
+        self._enter_layer(self._layers[0], None, b)
+
+    def _enter_layer(self, layer: LayerParameters, addend: Tensor | None, b: StepBuffers) -> None:
+        add_rms_norm(addend, b.stream, layer.input_norm, b.normed, self.config.rms_norm_eps)
+        _matmul(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
+
+    def _leave_layer(self, index: int, layer: LayerParameters, inputs: StepInputs, b: StepBuffers) -> None:
+        """From one attention to the next, or to the logits."""
+        eps = self.config.rms_norm_eps
+        _matmul(b.attended, layer.o, layer.o_bias, b.projected)
+        add_rms_norm(b.projected, b.stream, layer.post_attention_norm, b.normed, eps)
+        _matmul(b.normed, layer.gate_up, layer.gate_up_bias, b.gate_up)
+        silu_mul(b.gate_up, b.activated)
+        _matmul(b.activated, layer.down, layer.down_bias, b.projected)
+        if index + 1 < len(self._layers):
+            self._enter_layer(self._layers[index + 1], b.projected, b)
+            return
+        add_rms_norm(b.projected, b.stream, self._parameters.final_norm, b.normed, eps)
+        hidden = b.normed
+        if inputs.is_mixed:
+            hidden = torch.index_select(b.normed, 0, inputs.sample_index, out=b.sampled)
+        _matmul(hidden, self._parameters.lm_head, None, b.logits)
 
     def _attend(
-        self, index: int, layer: LayerParameters, inputs: DecodeInputs, block_table: Tensor, b: DecodeBuffers
+        self, layer: LayerParameters, layer_kv: LayerKV, inputs: StepInputs, block_table: Tensor, b: StepBuffers
     ) -> None:
         config = self.config
         if layer.qk_norm is not None:
-            norm_heads_(b.qkv, layer.qk_norm, config.rms_norm_eps)
-        layer_kv = self._kv_cache.layers[index]
-        verify_attention(
-            b.qkv,
-            self._cos_sin,
-            layer_kv.key,
-            layer_kv.value,
-            block_table,
-            inputs.idx_mapping,
-            inputs.query_start,
-            inputs.query_len,
-            inputs.seq_lens,
-            b.attended,
-            config.num_heads,
-            inputs.width,
-            b.workspace,
-        )
+            norm_heads(b.qkv, layer.qk_norm, config.rms_norm_eps)
+        key, value = layer_kv.key, layer_kv.value
+        batch = (block_table, inputs.idx_mapping, inputs.query_start, inputs.query_len, inputs.seq_lens, b.attended)
+        if inputs.is_mixed:  # two kernels, each passes over the other's entries
+            rotate_and_cache(b.qkv, inputs.positions, inputs.slot_mapping, self._cos_sin, key, value, config.num_heads)
+            prefill_attention(b.qkv, key, value, *batch, config.num_heads, inputs.width)
+        verify_attention(b.qkv, self._cos_sin, key, value, *batch, config.num_heads, inputs.width, b.workspace)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """Logits of hidden states, [n, hidden] -> [n, vocab_size] float32: for log probabilities of a prompt."""
+        return torch.mm(hidden, self._parameters.lm_head.t()).float()
 
 
 def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -78,11 +78,6 @@ def build_decoder(loaded: LoadedModel) -> AnyDecoder:
     """A decoder for any batch; it may take the layers out of `loaded.parameters`."""
     config, parameters = loaded.config, loaded.parameters
     attention = TorchAttentionBackend(config.num_heads, config.num_kv_heads, BLOCK_SIZE, parameters.embed_tokens.dtype)
-    if parameters.embed_tokens.device.type == "cuda":
-        # Late: it imports triton, which a machine without a GPU need not have.
-        from model_executor.models.cuda_decoder import CudaDecoder
-
-        return CudaDecoder(config, parameters, list(parameters.layers), attention, loaded.max_model_len)
     return Decoder(config, parameters, attention, loaded.max_model_len)
 
 

@@ -1,50 +1,177 @@
-"""Wiring of the CUDA step: which decode graphs there are."""
+"""Wiring of the steps on a CUDA device: which there are, which of them are graphs, and what memory is left for KV."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
-from common.config import EngineConfig
+from common.config import BLOCK_SIZE, EngineConfig
+from model_executor.kv_cache import KVCache
 from model_executor.models.fused_decoder import FusedDecoder
+from model_executor.models.parameters import LayerParameters
+from model_executor.models.registry import LoadedModel
 from model_executor.row_state import RowState
+from verifier_svc.drafts.device_drafts import DeviceDrafts
 from verifier_svc.engine.cuda_executor import CudaExecutor
-from verifier_svc.engine.decode_graph import DecodeStep, NgramSettings
-from verifier_svc.engine.model_runner import ModelRunner
+from verifier_svc.engine.cuda_memory import free_bytes, num_cuda_blocks
+from verifier_svc.engine.device_step import DeviceStep, DraftRules, StepParts, StepShape
+from verifier_svc.engine.memory_report import MemoryUse, tensor_bytes
+from verifier_svc.engine.prompt_logprobs import PromptLogprobs
+from verifier_svc.engine.staging import WriteStager
+from verifier_svc.sampling.device_sampler import DeviceSampler
 from verifier_svc.sampling.state import SamplingState
 
+MAX_CAPTURED_TOKENS = 512
+"""Mixed steps up to this many tokens are graphs. Larger ones keep the device busy for longer than a launch takes."""
 
-def build_cuda_executor(
+_CAPTURED_GRAIN = 64
+_EAGER_GRAIN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CudaEngineParts:
+    """What an engine on a CUDA device is made of."""
+
+    executor: CudaExecutor
+    num_blocks: int
+    drafts: DeviceDrafts
+    memory: MemoryUse
+
+
+def build_cuda_engine_parts(
     config: EngineConfig,
-    decoder: FusedDecoder,
-    runner: ModelRunner,
-    rows: RowState,
-    sampling: SamplingState,
+    loaded: LoadedModel,
+    layers: Sequence[LayerParameters],
     depth: int,
+    build_drafts: Callable[[WriteStager], DeviceDrafts],
     forced_acceptance: Sequence[float] = (),
-) -> CudaExecutor:
-    """Decode steps for batches of 1, 2, 4, ... requests, with and without drafts, captured as graphs.
+) -> CudaEngineParts:
+    """Row state, KV cache and steps around a model in a GPU's memory.
 
     Args:
-        config: which sizes, and whether to capture.
-        decoder, runner, rows, sampling: what the steps work on.
+        config: sizes, and what to capture.
+        loaded: the model.
+        layers: of the model, in order.
         depth: steps in flight.
-        forced_acceptance: see `DecodeStep`.
+        build_drafts: makes the host's share of drafting, which stages its writes through what it is given.
+        forced_acceptance: for benchmarks, chance that at least 1, 2, ... draft tokens are accepted.
+
+    Raises:
+        InvalidArgumentError: the memory does not do for one request of the longest kind.
     """
-    rows.committed_len[-1] = 1  # of the row that fills unused entries: it has a last token to look at
-    ngram = NgramSettings(config.prompt_lookup_max, config.prompt_lookup_min)
-    draft_counts = {0} if config.drafter == "none" else {0, config.num_speculative_tokens}
+    device = loaded.parameters.embed_tokens.device
+    total_bytes, weight_bytes = torch.cuda.get_device_properties(device).total_memory, torch.cuda.memory_allocated()
+    others_bytes = total_bytes - free_bytes() - weight_bytes
+    num_draft = 0 if config.drafter == "none" else config.num_speculative_tokens
+    max_places = config.max_num_seqs * (num_draft + 1)
+    max_tokens = max(_round_up(config.max_num_batched_tokens, _EAGER_GRAIN), max_places)
+
+    # One row more than requests can have: a step fills its unused entries with it.
+    rows = RowState(config.max_num_seqs + 1, loaded.max_model_len, BLOCK_SIZE, device)
+    rows.committed_len[-1] = 1  # it has a last token to look at
+    sampling = SamplingState(config.max_num_seqs + 1, loaded.config.vocab_size, device, has_tables=True)
+    row_bytes = tensor_bytes(vars(rows).values()) + tensor_bytes(vars(sampling).values())
+    row_bytes += tensor_bytes(getattr(sampling.tables, name) for name in sampling.tables.__slots__)  # type: ignore
+    stager = WriteStager(max(1 << 20, 8 * loaded.max_model_len), depth, device)
+    drafts = build_drafts(stager)
+    decoder = FusedDecoder(loaded.config, loaded.parameters, layers, loaded.max_model_len)
+    parts = StepParts(
+        decoder=decoder,
+        kv_cache=KVCache(loaded.config, 1, decoder.dtype, device),
+        rows=rows,
+        sampling=sampling,
+        sampler=DeviceSampler(sampling, rows, max_places),
+        buffers=decoder.make_buffers(max_tokens, max_places, config.max_num_seqs, num_draft + 1),
+        drafts=DraftRules(
+            uses_ngram=config.drafter == "ngram" or config.draft_fallback == "ngram",
+            prompt_lookup_max=config.prompt_lookup_max,
+            prompt_lookup_min=config.prompt_lookup_min,
+            landing=drafts.landing,
+        ),
+        forced_acceptance=torch.tensor(forced_acceptance[:num_draft], dtype=torch.float32, device=device)
+        if forced_acceptance
+        else None,
+    )
+    shapes = _captured_shapes(config, num_draft)
+    graph_bytes = _measure_graphs(config, parts, shapes)
+    torch.cuda.empty_cache()
+    step_bytes = total_bytes - free_bytes() - others_bytes - weight_bytes - row_bytes
+    num_blocks = num_cuda_blocks(config, loaded, graph_bytes)
+    parts = replace(parts, kv_cache=KVCache(loaded.config, num_blocks, decoder.dtype, device))
+
+    before = free_bytes()
+    captured: list[DeviceStep] = []
+    pool: Any = None
+    for shape in tqdm(shapes, desc="capturing steps", disable=None):
+        captured.append(DeviceStep(shape, parts))
+        pool = captured[-1].capture(config.cuda_graphs, pool)
+    eager = [DeviceStep(shape, parts) for shape in _eager_shapes(config, num_draft, max_tokens)]
+    memory = MemoryUse(
+        device=torch.cuda.get_device_name(device),
+        total_bytes=total_bytes,
+        others_bytes=others_bytes,
+        weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
+        graph_bytes=before - free_bytes(),
+        token_row_bytes=tensor_bytes([rows.token_ids]),
+        sampling_bytes=row_bytes - tensor_bytes([rows.token_ids]),
+        kv_cache_bytes=tensor_bytes([parts.kv_cache.storage]),
+        num_kv_blocks=num_blocks,
+    )
+    executor = CudaExecutor(
+        captured + eager,
+        [] if config.cuda_graphs == "none" else captured,
+        rows,
+        sampling,
+        drafts,
+        stager,
+        PromptLogprobs(decoder, rows),
+        depth,
+        is_checked=config.debug_step_path,
+    )
+    return CudaEngineParts(executor, num_blocks, drafts, memory)
+
+
+def _captured_shapes(config: EngineConfig, num_draft: int) -> list[StepShape]:
+    """The largest first: graphs share their memory."""
     sizes: list[int] = []
     while not sizes or sizes[-1] < config.max_num_seqs:
         sizes.append(min(2 ** len(sizes), config.max_num_seqs))
-    shapes = [(size, count) for size in reversed(sizes) for count in sorted(draft_counts)]
-    steps: list[DecodeStep] = []
+    decode = [StepShape(size, k, None, True) for size in reversed(sizes) for k in sorted({0, num_draft})]
+    most = min(MAX_CAPTURED_TOKENS, _round_up(config.max_num_batched_tokens, _CAPTURED_GRAIN))
+    chunks = range(most, 0, -_CAPTURED_GRAIN)
+    mixed = [StepShape(config.max_num_seqs, num_draft, count, True) for count in chunks]
+    return [replace(shape, is_plain=is_plain) for shape in mixed + decode for is_plain in (True, False)]
+
+
+def _eager_shapes(config: EngineConfig, num_draft: int, max_tokens: int) -> list[StepShape]:
+    """Mixed steps that are too large to be worth a graph."""
+    counts = range(_EAGER_GRAIN, max_tokens + 1, _EAGER_GRAIN)
+    large = [count for count in counts if count > MAX_CAPTURED_TOKENS]
+    return [StepShape(config.max_num_seqs, num_draft, count, plain) for count in large for plain in (True, False)]
+
+
+def _measure_graphs(config: EngineConfig, parts: StepParts, shapes: Sequence[StepShape]) -> int:
+    """Bytes that all graphs will take, judged by three of them; and every kernel has run once after this."""
+    largest = _eager_shapes(config, max(shape.num_draft for shape in shapes), parts.buffers.stream.shape[0])[-1:]
+    for shape in largest:
+        DeviceStep(shape, parts).run_idle()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = [free_bytes()]
     pool: Any = None
-    for num_reqs, num_draft in tqdm(shapes, desc="decode graphs", disable=None):
-        step = DecodeStep(num_reqs, num_draft, decoder, rows, sampling, ngram, forced_acceptance)
-        if config.cuda_graphs == "full":
-            pool = step.capture(pool)
-        steps.append(step)
-    return CudaExecutor(runner, steps, rows, depth)
+    steps: list[DeviceStep] = []
+    for shape in (shapes[0], shapes[1], shapes[-1]):
+        steps.append(DeviceStep(shape, parts))
+        pool = steps[-1].capture(config.cuda_graphs, pool)
+        free.append(free_bytes())
+    first, each = free[0] - free[1], (free[1] - free[3]) / 2
+    return int(first + each * (len(shapes) - 1))
+
+
+def _round_up(value: int, grain: int) -> int:
+    return -(-value // grain) * grain

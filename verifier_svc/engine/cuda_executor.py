@@ -1,25 +1,31 @@
-"""Steps on a CUDA device: decode steps are enqueued as graphs and read back later, all others run as they come.
+"""Steps on a CUDA device: enqueued one after the other and read back later; the host never waits for the device.
 
-A decode step costs the host two small copies, a graph launch and an event; it does not wait for the device. A step with
-prefill, or with sampling that the graph does not know, goes through `ModelRunner`, on the same stream and so in order.
+A step costs the host the staged writes of what changed, a small copy, a graph launch, a copy back and an event. The one
+exception are the log probabilities of a prompt, which need the logits of every position: their steps wait.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from common.errors import EngineClosedError
-from common.types import FinishReason
+from common.types import FinishReason, TokenLogprobs
 from model_executor.kernels.commit_tokens import OUTCOME_HEADER
+from model_executor.kernels.token_logprobs import PACKED_WIDTH
 from model_executor.row_state import RowState
-from verifier_svc.engine.decode_graph import DecodeStep
-from verifier_svc.engine.model_runner import ModelRunner
-from verifier_svc.orchestrator.step import RowOutcome, StepOutcome, StepPlan
+from verifier_svc.drafts.device_drafts import DeviceDrafts
+from verifier_svc.engine.device_step import DeviceStep
+from verifier_svc.engine.prompt_logprobs import PromptChunk, PromptLogprobs
+from verifier_svc.engine.staging import WriteStager
+from verifier_svc.orchestrator.step import PlannedRow, RowOutcome, StepOutcome, StepPlan
+from verifier_svc.sampling.device_sampler import unpack_logprobs
+from verifier_svc.sampling.state import NO_LOGPROBS, SamplingState
 
 _FINISH_REASONS = (None, FinishReason.STOP, FinishReason.LENGTH)
 
@@ -28,8 +34,8 @@ _FINISH_REASONS = (None, FinishReason.STOP, FinishReason.LENGTH)
 class GraphStats:
     """How steps ran; a graph that is captured and never replayed shows here."""
 
-    num_replays: dict[tuple[int, int], int]
-    """By (requests, draft tokens) of the graph."""
+    num_replays: dict[tuple[int, ...], int]
+    """By (requests, draft tokens, tokens) of the graph; those of plain and of other sampling together."""
     num_eager_steps: int = 0
 
 
@@ -37,108 +43,248 @@ class GraphStats:
 class _Slot:
     """Pinned memory of one step in flight."""
 
-    batch: Tensor  # [2, max_reqs] int64
+    batch: Tensor  # [3 * max_reqs] int64
     outcome: Tensor  # [max_reqs * (OUTCOME_HEADER + max_width)] int32
+    logprobs: Tensor  # [max_reqs * max_width, PACKED_WIDTH] int32
     done: torch.cuda.Event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _InFlight:
     plan: StepPlan
-    step: DecodeStep
+    step: DeviceStep | None
+    """None: a plan without rows."""
     slot: _Slot
+    num_logprobs: list[int] | None = None
+    """Of each row of the plan, if one asks for log probabilities. The row may have another request by the outcome."""
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict[int, list[TokenLogprobs]])
 
 
 class CudaExecutor:
     """Runs plans on the current CUDA device.
 
     Args:
-        runner: stages rows, and runs the steps that no graph knows.
-        steps: captured decode steps of different sizes.
+        steps: of all shapes; there is one that can do any plan.
+        captured: which of them are graphs, for the counters.
         rows: row state, one row more than requests can have.
+        sampling: parameters of the rows.
+        drafts: the host's share of drafting.
+        stager: brings changes to the device.
+        prompt_logprobs: computes them.
         depth: steps in flight at most.
+        is_checked: raise if handing over a step allocates memory or waits for the device.
     """
 
-    def __init__(self, runner: ModelRunner, steps: Sequence[DecodeStep], rows: RowState, depth: int) -> None:
-        self._runner = runner
-        self._steps = sorted(steps, key=lambda step: (step.num_draft, step.num_reqs))
+    def __init__(
+        self,
+        steps: Sequence[DeviceStep],
+        captured: Sequence[DeviceStep],
+        rows: RowState,
+        sampling: SamplingState,
+        drafts: DeviceDrafts,
+        stager: WriteStager,
+        prompt_logprobs: PromptLogprobs,
+        depth: int,
+        is_checked: bool = False,
+    ) -> None:
+        self._steps = sorted(steps, key=lambda step: (step.shape.num_draft, step.shape.num_reqs, step.num_tokens))
+        self._captured = {id(step) for step in captured}
+        self._rows = rows
+        self._sampling = sampling
+        self._drafts = drafts
+        self._stager = stager
+        self._prompt_logprobs = prompt_logprobs
         self._pad_row = rows.committed_len.shape[0] - 1
-        self._pending: deque[_InFlight | StepOutcome] = deque()
-        self.stats = GraphStats({(step.num_reqs, step.num_draft): 0 for step in steps})
-        max_reqs = max((step.num_reqs for step in steps), default=1)
-        max_width = max((step.num_draft for step in steps), default=0) + 1
+        self._pending: deque[_InFlight] = deque()
+        self.stats = GraphStats({_key(step): 0 for step in captured})
+        max_reqs = max(step.shape.num_reqs for step in steps)
+        max_width = max(step.inputs.width for step in steps)
         self._slots = deque(_make_slot(max_reqs, max_width) for _ in range(depth))
         self._is_broken = False
+        self._is_checked = is_checked
 
     def submit(self, plan: StepPlan) -> None:
-        """Hand over a plan. A decode step is enqueued; any other runs now."""
-        step = self._graph_for(plan)
-        if step is None:
-            self.stats.num_eager_steps += 1
-            self._pending.append(self._runner.run(plan))
+        """Hand over a plan: it is enqueued."""
+        self._drafts.before_step(plan)
+        if not self._is_checked or self._wants_prompt_logprobs(plan):
+            self._submit(plan)
             return
-        self._runner.stage(plan)
+        with _no_waiting_no_allocation():
+            self._submit(plan)
+
+    def _submit(self, plan: StepPlan) -> None:
+        self._stage(plan)
+        self._stager.flush()
         slot = self._slots.popleft()
-        count = len(plan.rows)
-        batch = slot.batch[:, : step.num_reqs]
-        batch[0, :count] = torch.tensor([planned.row for planned in plan.rows])
-        batch[0, count:] = self._pad_row
-        batch[1, :count] = torch.tensor([planned.max_draft_tokens for planned in plan.rows])
-        batch[1, count:] = 0
-        step.enqueue(batch)
-        slot.outcome[: step.outcome.numel()].copy_(step.outcome.view(-1), non_blocking=True)
+        pending = _InFlight(plan, None, slot)
+        if plan.rows:
+            step = pending.step = self._step_for(plan)
+            step.enqueue(self._fill_batch(plan, step, slot))
+            slot.outcome[: step.outcome.numel()].copy_(step.outcome.view(-1), non_blocking=True)
+            if self._sampling.wants_logprobs(planned.row for planned in plan.rows):
+                packed = step.logprobs()
+                slot.logprobs[: packed.shape[0]].copy_(packed, non_blocking=True)
+                pending.num_logprobs = [self._sampling.num_logprobs_host[planned.row] for planned in plan.rows]
+            if self._wants_prompt_logprobs(plan):
+                pending.prompt_logprobs = self._prompt_logprobs.compute(_prompt_chunks(plan.rows, step))
+            self._count(step)
         slot.done.record()
-        self.stats.num_replays[step.num_reqs, step.num_draft] += 1
-        self._pending.append(_InFlight(plan, step, slot))
+        self._pending.append(pending)
 
     def result(self) -> StepOutcome:
         """Outcome of the oldest plan; waits for its event, and for nothing else."""
         if self._is_broken:
             raise EngineClosedError("an earlier step failed")
         pending = self._pending.popleft()
-        if isinstance(pending, StepOutcome):
-            return pending
         self._is_broken = True
         pending.slot.done.synchronize()
+        outcome, sources = _read_outcome(pending, self._sampling.vocab_size)
         self._is_broken = False
-        outcome = _read_outcome(pending)
         self._slots.append(pending.slot)
-        self._runner.observe(pending.plan, outcome)
+        self._drafts.after_step(pending.plan, outcome, sources)
         return outcome
 
     def close(self) -> None:
-        """Wait for the steps in flight and let go of the runner."""
+        """Wait for the steps in flight and let go of the drafters."""
         torch.cuda.synchronize()
         self._pending.clear()
-        self._runner.close()
+        self._drafts.close()
 
-    def _graph_for(self, plan: StepPlan) -> DecodeStep | None:
-        """The smallest captured step that can do `plan`, if one can."""
-        if not plan.rows or plan.new_rows or not self._runner.is_plain_decode(plan):
-            return None
-        num_draft = max(planned.max_draft_tokens for planned in plan.rows)
+    def _stage(self, plan: StepPlan) -> None:
+        """Bring new rows and blocks of a plan to the device."""
+        write = self._stager.write
+        generations = {planned.row: planned.generation for planned in plan.rows} if plan.new_rows else {}
+        for new in plan.new_rows:
+            request, computed = new.request, new.num_computed_tokens
+            generation = generations[new.row]
+            self._rows.set_row(new.row, new.tokens, request.prompt_len, computed, request.max_len, generation, write)
+            self._sampling.set_row(new.row, request, write)
+            self._prompt_logprobs.set_row(new.row, new.num_prompt_logprobs)
+        for append in plan.block_appends:
+            self._rows.append_blocks(append.row, append.start, append.block_ids, write)
+
+    def _fill_batch(self, plan: StepPlan, step: DeviceStep, slot: _Slot) -> Tensor:
+        """Row, tokens and draft limit of every entry, [3, num_reqs]."""
+        count, num_reqs = len(plan.rows), step.shape.num_reqs
+        batch = slot.batch[: 3 * num_reqs].view(3, num_reqs)
+        values = batch.numpy()
+        values[0, count:] = self._pad_row
+        values[1:, count:] = 0
+        values[0, :count] = [planned.row for planned in plan.rows]
+        values[1, :count] = [planned.num_tokens for planned in plan.rows]
+        values[2, :count] = [planned.max_draft_tokens for planned in plan.rows]
+        return batch
+
+    def _step_for(self, plan: StepPlan) -> DeviceStep:
+        """The smallest step that can do `plan`."""
+        rows = plan.rows
+        num_draft = max(planned.max_draft_tokens for planned in rows)
+        num_tokens = 0  # of a mixed step
+        if any(planned.num_tokens > 1 for planned in rows) or self._wants_prompt_logprobs(plan):
+            num_tokens = sum(planned.num_tokens + planned.max_draft_tokens for planned in rows)
+        is_plain = self._sampling.is_plain(planned.row for planned in rows)
         for step in self._steps:
-            if step.num_draft >= num_draft and step.num_reqs >= len(plan.rows):
+            shape = step.shape
+            if (
+                shape.is_plain == is_plain
+                and (shape.num_tokens is None) == (num_tokens == 0)
+                and shape.num_draft >= num_draft
+                and shape.num_reqs >= len(rows)
+                and step.num_tokens >= num_tokens
+            ):
                 return step
-        return None
+        raise AssertionError(f"no step for {len(rows)} rows with {num_tokens} tokens and {num_draft} draft tokens")
+
+    def _wants_prompt_logprobs(self, plan: StepPlan) -> bool:
+        new = any(row.num_prompt_logprobs is not None for row in plan.new_rows)
+        return new or any(self._prompt_logprobs.wants(planned.row) for planned in plan.rows)
+
+    def _count(self, step: DeviceStep) -> None:
+        if id(step) in self._captured:
+            self.stats.num_replays[_key(step)] += 1
+        else:
+            self.stats.num_eager_steps += 1
+
+
+def _key(step: DeviceStep) -> tuple[int, ...]:
+    return step.shape.num_reqs, step.shape.num_draft, step.num_tokens
 
 
 def _make_slot(max_reqs: int, max_width: int) -> _Slot:
+    def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
     return _Slot(
-        batch=torch.zeros(2, max_reqs, dtype=torch.int64, pin_memory=True),
-        outcome=torch.zeros(max_reqs * (OUTCOME_HEADER + max_width), dtype=torch.int32, pin_memory=True),
+        batch=pinned(3 * max_reqs, dtype=torch.int64),
+        outcome=pinned(max_reqs * (OUTCOME_HEADER + max_width)),
+        logprobs=pinned(max_reqs * max_width, PACKED_WIDTH),
         done=torch.cuda.Event(),
     )
 
 
-def _read_outcome(pending: _InFlight) -> StepOutcome:
-    step = pending.step
-    table = pending.slot.outcome[: step.outcome.numel()].view(step.num_reqs, -1).tolist()
+def _prompt_chunks(planned: Sequence[PlannedRow], step: DeviceStep) -> dict[int, PromptChunk]:
+    """What a mixed step computed, by row. Waits for the device."""
+    inputs = step.inputs
+    columns = (column.tolist() for column in (inputs.query_start, inputs.query_len, inputs.seq_lens))
+    return {
+        row.row: PromptChunk(step.hidden[start : start + count], seq_len - count)
+        for row, start, count, seq_len in zip(planned, *columns, strict=False)
+        if count > 0
+    }
+
+
+def _read_outcome(pending: _InFlight, vocab_size: int) -> tuple[StepOutcome, list[int]]:
+    """The outcome of a step that is over, and where the draft of each row came from."""
+    plan, step, slot = pending.plan, pending.step, pending.slot
+    if step is None:
+        return StepOutcome(plan.step_id, []), []
+    table = slot.outcome[: step.outcome.numel()].view(step.shape.num_reqs, -1).tolist()
+    packed = slot.logprobs.numpy()
     rows: list[RowOutcome] = []
-    for planned, (count, num_draft, num_accepted, finish, *tokens) in zip(pending.plan.rows, table, strict=False):
+    sources: list[int] = []
+    for entry, (planned, line) in enumerate(zip(plan.rows, table, strict=False)):
+        count, num_draft, num_accepted, finish, source, *tokens = line
+        sources.append(source if count else 0)
+        prompt_logprobs = pending.prompt_logprobs.get(planned.row)
         if count == 0:
-            rows.append(RowOutcome(planned.row, planned.generation, [], 0, 0))
+            rows.append(RowOutcome(planned.row, planned.generation, [], 0, 0, None, None, prompt_logprobs))
             continue
+        logprobs = None
+        if pending.num_logprobs is not None and pending.num_logprobs[entry] != NO_LOGPROBS:
+            first = entry * step.inputs.width
+            wanted = pending.num_logprobs[entry]
+            logprobs = [unpack_logprobs(packed, first + place, wanted, vocab_size) for place in range(count)]
         reason = _FINISH_REASONS[finish]
-        rows.append(RowOutcome(planned.row, planned.generation, tokens[:count], num_draft, num_accepted, reason))
-    return StepOutcome(pending.plan.step_id, rows)
+        rows.append(
+            RowOutcome(
+                planned.row,
+                planned.generation,
+                tokens[:count],
+                num_draft,
+                num_accepted,
+                reason,
+                logprobs,
+                prompt_logprobs,
+            )
+        )
+    return StepOutcome(plan.step_id, rows), sources
+
+
+@contextmanager
+def _no_waiting_no_allocation() -> Iterator[None]:
+    """Raise if what runs inside waits for the device, or allocates memory on it or pinned memory on the host."""
+    before = _num_allocations()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    after = _num_allocations()
+    if after != before:
+        raise RuntimeError(f"a step allocated memory while it was handed over: (device, host) {before} became {after}")
+
+
+def _num_allocations() -> tuple[int, int]:
+    """On the device and of pinned memory, since the start."""
+    device = torch.cuda.memory_stats().get("allocation.all.allocated", 0)
+    return device, torch.cuda.host_memory_stats().get("active_requests.allocated", 0)

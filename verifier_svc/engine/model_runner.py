@@ -14,16 +14,17 @@ from torch import Tensor
 from common.types import FinishReason, TokenLogprobs
 from model_executor.batch_builder import build_forward_batch
 from model_executor.drafting import DraftMethod
+from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import KVCache
 from model_executor.models.decoder import AnyDecoder
 from model_executor.row_state import RowState
-from verifier_svc.engine.prompt_logprobs import PromptLogprobs
+from verifier_svc.engine.prompt_logprobs import PromptChunk, PromptLogprobs
 from verifier_svc.engine.session_tracker import SessionTracker
 from verifier_svc.orchestrator.step import PlannedRow, RowOutcome, StepOutcome, StepPlan
 from verifier_svc.sampling.commit import FINISHED_LENGTH, FINISHED_STOP, NOT_FINISHED, CommitResult, match_and_commit
 from verifier_svc.sampling.logprobs import gather_logprobs
 from verifier_svc.sampling.sampler import Sampler
-from verifier_svc.sampling.state import RANDOM, SamplingState
+from verifier_svc.sampling.state import SamplingState
 
 _FINISH_REASONS = {
     NOT_FINISHED: None,
@@ -79,26 +80,10 @@ class ModelRunner:
 
     def run(self, plan: StepPlan) -> StepOutcome:
         """Execute one step and say what it committed."""
-        self.stage(plan)
+        self._stage(plan)
         outcome = self._execute(plan)
-        self.observe(plan, outcome)
-        return outcome
-
-    def observe(self, plan: StepPlan, outcome: StepOutcome) -> None:
-        """Tell the draft method what a step did; part of `run`."""
         self._draft_method.observe(self._sessions.update(plan, outcome))
-
-    def is_plain_decode(self, plan: StepPlan) -> bool:
-        """Whether every row decodes, and samples by temperature alone, without log probabilities."""
-        flags = self._sampling.flags
-        return all(
-            planned.num_tokens == 1
-            and planned.max_new_tokens > 0
-            and flags[planned.row] & ~RANDOM == 0
-            and self._num_logprobs[planned.row] is None
-            and not self._prompt_logprobs.wants(planned.row)
-            for planned in plan.rows
-        )
+        return outcome
 
     def close(self) -> None:
         """Let go of the draft method; no step runs after this."""
@@ -113,7 +98,7 @@ class ModelRunner:
         batch = build_forward_batch(self._rows, step.idx_mapping, step.num_tokens + draft_len)
         metadata = self._decoder.attention.prepare(batch)
         hidden = self._decoder.forward(batch, self._kv_cache, metadata)  # [num_tokens, hidden]
-        prompt_logprobs = self._prompt_logprobs.compute(step.planned, hidden, batch)
+        prompt_logprobs = self._prompt_logprobs.compute(self._prompt_chunks(step, hidden, batch))
         where = self._sample_rows(step, draft_len, batch.query_start_loc)
         logits = self._decoder.compute_logits(hidden[where.token_index])  # [T, vocab_size]
         sampled = self._sampler.sample(
@@ -123,8 +108,8 @@ class ModelRunner:
         logprobs = self._logprobs(step, where, logits, sampled)
         return _outcome(plan, _row_outcomes(step, draft_len, result, logprobs, prompt_logprobs))
 
-    def stage(self, plan: StepPlan) -> None:
-        """Bring new rows and blocks of a plan to the device; part of `run`."""
+    def _stage(self, plan: StepPlan) -> None:
+        """Bring new rows and blocks of a plan to the device."""
         generations = {planned.row: planned.generation for planned in plan.rows} if plan.new_rows else {}
         for new in plan.new_rows:
             request = new.request
@@ -163,6 +148,16 @@ class ModelRunner:
         if not any(p.max_draft_tokens for p in step.planned):
             return torch.zeros_like(step.max_draft_tokens)
         return self._draft_method.propose(self._rows, step.idx_mapping, step.max_draft_tokens)
+
+    def _prompt_chunks(self, step: StepRows, hidden: Tensor, batch: ForwardBatch) -> dict[int, PromptChunk]:
+        """What the step computed for rows that ask for log probabilities of their prompt."""
+        if not any(self._prompt_logprobs.wants(p.row) for p in step.planned):
+            return {}
+        starts: list[int] = batch.query_start_loc.tolist()
+        return {
+            p.row: PromptChunk(hidden[starts[i] : starts[i + 1]], int(batch.positions[starts[i]]))
+            for i, p in enumerate(step.planned)
+        }
 
     def _sample_rows(self, step: StepRows, draft_len: Tensor, query_start_loc: Tensor) -> SampleRows:
         counts = (draft_len + 1) * step.samples  # [B]

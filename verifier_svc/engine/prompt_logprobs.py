@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
 from torch import Tensor
 
 from common.types import TokenLogprobs
-from model_executor.forward_batch import ForwardBatch
-from model_executor.models.decoder import AnyDecoder
 from model_executor.row_state import RowState
-from verifier_svc.orchestrator.step import PlannedRow
 from verifier_svc.sampling.logprobs import gather_logprobs
 
 # Logits of this many positions at a time: 128 x 128k tokens in float32 are 64 MB.
 _POSITIONS_AT_A_TIME = 128
+
+
+class LogitsHead(Protocol):
+    """The end of a decoder."""
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[n, hidden] -> [n, vocab_size] float32."""
+        ...
+
+
+class PromptChunk(NamedTuple):
+    """Tokens of a row that a step has computed."""
+
+    hidden: Tensor  # [n, hidden]
+    first: int
+    """Position of the first one."""
 
 
 class PromptLogprobs:
@@ -23,7 +39,7 @@ class PromptLogprobs:
         rows: row state; token_ids hold the prompts.
     """
 
-    def __init__(self, decoder: AnyDecoder, rows: RowState) -> None:
+    def __init__(self, decoder: LogitsHead, rows: RowState) -> None:
         self._decoder = decoder
         self._rows = rows
         self._wanted: dict[int, int] = {}  # row -> number of best tokens
@@ -39,16 +55,9 @@ class PromptLogprobs:
         """Whether the row still has prompt log probabilities to come."""
         return row in self._wanted
 
-    def compute(self, planned: list[PlannedRow], hidden: Tensor, batch: ForwardBatch) -> dict[int, list[TokenLogprobs]]:
-        """Entries of the prompt tokens that follow this step's tokens, by row. hidden: [num_tokens, hidden]."""
-        if not self._wanted:
-            return {}
-        starts: list[int] = batch.query_start_loc.tolist()
-        return {
-            p.row: self._chunk(p.row, hidden[starts[i] : starts[i + 1]], int(batch.positions[starts[i]]))
-            for i, p in enumerate(planned)
-            if p.row in self._wanted
-        }
+    def compute(self, chunks: Mapping[int, PromptChunk]) -> dict[int, list[TokenLogprobs]]:
+        """Entries of the prompt tokens that follow the tokens of a step, by row, for the rows that ask."""
+        return {row: self._chunk(row, *chunk) for row, chunk in chunks.items() if row in self._wanted}
 
     def _chunk(self, row: int, hidden: Tensor, first: int) -> list[TokenLogprobs]:
         prompt_len = int(self._rows.prompt_len[row])

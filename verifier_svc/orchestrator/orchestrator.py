@@ -40,10 +40,18 @@ class Orchestrator:
         max_num_batched_tokens: tokens of one step, draft tokens included; at least max_num_seqs, so that every running
             row gets its token.
         max_num_waiting: bound of the queue.
+        max_prefill_beside_decode: prompt tokens of a step in which rows decode, which wait for them; None: no bound but
+            that of all steps.
     """
 
     def __init__(
-        self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int, max_num_waiting: int
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_waiting: int,
+        max_prefill_beside_decode: int | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             limit = f"at least max_num_seqs = {max_num_seqs}"
@@ -55,6 +63,7 @@ class Orchestrator:
         """Called with the id of a request that gets its first row: there is no clock here to say how long it took."""
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_waiting = max_num_waiting
+        self._max_prefill_beside_decode = max_prefill_beside_decode or max_num_batched_tokens
         self._requests: dict[str, RequestState] = {}
         self._waiting: deque[RequestState] = deque()
         self._running: list[RequestState] = []  # oldest admission first; preemption takes from the end
@@ -126,6 +135,8 @@ class Orchestrator:
         planned: list[PlannedRow] = []
         block_appends: list[BlockAppend] = []
         budget = self._plan_decode(planned, block_appends)
+        if planned:
+            budget = min(budget, self._max_prefill_beside_decode)
         budget = self._plan_prefill(budget, planned)
         new_rows = self._admit(budget, planned, block_appends)
         if not planned and not self._rows.closed:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
 from common.errors import InvalidArgumentError
 from common.sampling_params import GREEDY_TEMPERATURE, MAX_END_TOKEN_IDS, MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from common.types import Request
+from model_executor.row_state import RowWrite, write_now
 from model_executor.sampling_flags import (
     BAD_WORDS,
     LOGIT_BIAS,
@@ -27,15 +27,7 @@ from model_executor.sampling_flags import (
 )
 from model_executor.sampling_tables import MAX_ROW_BAD_WORDS, ProcessorTables, make_processor_tables
 
-RowWrite = Callable[[Tensor, int, NDArray[Any]], None]
-"""write(tensor, index, values): `values` become tensor.flatten()[index :], now or with the step that is staged."""
-
 NO_LOGPROBS: Final = -1
-
-
-def write_now(tensor: Tensor, index: int, values: NDArray[Any]) -> None:
-    """The `RowWrite` that copies at once."""
-    tensor.view(-1)[index : index + len(values)] = torch.from_numpy(values)
 
 
 class SamplingState:

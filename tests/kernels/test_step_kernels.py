@@ -10,10 +10,16 @@ from common.sampling_params import SamplingParams
 from common.types import Request
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.kernels.commit_tokens import OUTCOME_HEADER, commit_tokens
-from model_executor.kernels.decode_inputs import DecodeInputs, build_decode_inputs, make_decode_inputs
 from model_executor.kernels.gumbel_argmax import BLOCK, gumbel_argmax
 from model_executor.kernels.ngram_search import ngram_search
 from model_executor.kernels.philox import gumbel_noise_ref
+from model_executor.kernels.select_drafts import select_drafts
+from model_executor.kernels.step_inputs import (
+    StepInputs,
+    build_step_inputs,
+    build_step_inputs_ref,
+    make_step_inputs,
+)
 from model_executor.row_state import RowState
 from verifier_svc.sampling.commit import match_and_commit
 from verifier_svc.sampling.state import SamplingState
@@ -48,15 +54,17 @@ class Setup:
         self.logits = logits.to(device)
 
 
-def draft_and_build(setup: Setup, device: torch.device) -> DecodeInputs:
-    inputs = make_decode_inputs(NUM_ROWS, NUM_DRAFT, device)
+def draft_and_build(setup: Setup, device: torch.device) -> StepInputs:
+    inputs = make_step_inputs(NUM_ROWS, NUM_DRAFT, device)
     inputs.idx_mapping.copy_(setup.idx_mapping)
+    inputs.num_tokens.fill_(1)
     inputs.max_draft_tokens.copy_(setup.max_draft)
     rows = setup.rows
     ngram_search(
         rows.token_ids, rows.committed_len, rows.finished, inputs.idx_mapping, inputs.best_match, LONGEST, SHORTEST
     )
-    build_decode_inputs(rows, inputs, LONGEST)
+    select_drafts(rows, inputs, LONGEST, None, inputs.source)
+    build_step_inputs(rows, inputs)
     return inputs
 
 
@@ -89,7 +97,7 @@ def test_drafts_and_inputs(device: torch.device, seed: int) -> None:
     assert int(draft_len.sum()) > 0
 
 
-def draw_and_commit(setup: Setup, inputs: DecodeInputs, device: torch.device, forced: Tensor | None = None) -> Tensor:
+def draw_and_commit(setup: Setup, inputs: StepInputs, device: torch.device, forced: Tensor | None = None) -> Tensor:
     num_blocks = -(-VOCAB_SIZE // BLOCK)
     values = torch.full((setup.logits.shape[0], num_blocks), float("nan"), device=device)
     tokens = torch.zeros(values.shape, dtype=torch.int32, device=device)
@@ -100,12 +108,12 @@ def draw_and_commit(setup: Setup, inputs: DecodeInputs, device: torch.device, fo
         sampling.seed,
         rows.committed_len,
         inputs.idx_mapping,
-        inputs.query_len,
+        inputs.num_samples,
         values,
         tokens,
     )
     outcome = torch.full((NUM_ROWS, OUTCOME_HEADER + inputs.width), -7, dtype=torch.int32, device=device)
-    commit_tokens(rows, sampling.stop_token_ids, inputs, values, tokens, outcome, forced)
+    commit_tokens(rows, sampling.stop_token_ids, sampling.seed, inputs, values, tokens, outcome, forced)
     return outcome
 
 
@@ -150,3 +158,63 @@ def test_forced_acceptance_goes_on_with_the_claimed_text(device: torch.device) -
     room = (setup.rows.max_len - before)[inputs.idx_mapping]
     whole = torch.minimum(inputs.draft_len + 1, room)
     assert torch.equal(outcome[live & ~stopped, 0].long(), whole[live & ~stopped])
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_step_inputs_equal_their_reference(device: torch.device, seed: int, is_mixed: bool) -> None:
+    setup = Setup(seed, device)
+    rows = setup.rows
+    generator = torch.Generator().manual_seed(seed)
+    found, expected = (make_step_inputs(NUM_ROWS, NUM_DRAFT, device, 600 if is_mixed else None) for _ in range(2))
+    num_tokens = torch.ones(NUM_ROWS, dtype=torch.int64)
+    if is_mixed:  # some rows are in the middle of their prompts, some at their end
+        for row in range(0, NUM_ROWS, 2):
+            length = int(rows.committed_len[row])
+            first = int(torch.randint(0, max(1, length // 2), (), generator=generator))
+            rows.num_computed_tokens[row] = first
+            entry = setup.idx_mapping.tolist().index(row)
+            rest = length - first
+            num_tokens[entry] = int(torch.randint((rest + 1) // 2, rest + 1, (), generator=generator))
+    rows.block_table.copy_(torch.randint(1, 99, rows.block_table.shape, generator=generator))
+    draft_len = torch.randint(0, NUM_DRAFT + 1, (NUM_ROWS,), generator=generator)
+    ends = rows.num_computed_tokens[setup.idx_mapping].cpu() + num_tokens
+    draft_len *= ends == rows.committed_len[setup.idx_mapping].cpu()
+    for inputs in (found, expected):
+        inputs.idx_mapping.copy_(setup.idx_mapping)
+        inputs.num_tokens.copy_(num_tokens)
+        inputs.draft_len.copy_(draft_len)
+    build_step_inputs(rows, found)
+    build_step_inputs_ref(rows, expected)
+    names = ["query_start", "query_len", "seq_lens", "num_samples", "sample_index"]
+    used = expected.query_len > 0
+    if is_mixed:
+        names += ["input_ids", "positions", "slot_mapping"]
+        assert int((expected.slot_mapping >= 0).sum()) > 0
+    for name in names:
+        left, right = getattr(found, name), getattr(expected, name)
+        if name == "seq_lens":
+            left, right = left[used], right[used]
+        assert torch.equal(left, right), name
+    for entry in range(NUM_ROWS):
+        start, count = int(expected.query_start[entry]), int(expected.query_len[entry])
+        part = slice(start, start + count)
+        assert torch.equal(found.input_ids[part], expected.input_ids[part])
+
+
+def test_a_chunk_that_does_not_end_its_prefill_only_moves_on(device: torch.device) -> None:
+    setup = Setup(1, device)
+    rows = setup.rows
+    row = 3
+    rows.committed_len[row], rows.num_computed_tokens[row] = 60, 20
+    inputs = make_step_inputs(NUM_ROWS, NUM_DRAFT, device, 64)
+    inputs.idx_mapping.fill_(NUM_ROWS - 1)
+    inputs.idx_mapping[0] = row
+    inputs.num_tokens[0] = 30
+    before = rows.token_ids.clone()
+    build_step_inputs(rows, inputs)
+    outcome = draw_and_commit(setup, inputs, device)
+    assert (outcome[:, 0] == 0).all()
+    assert int(rows.num_computed_tokens[row]) == 50
+    assert int(rows.committed_len[row]) == 60
+    assert torch.equal(rows.token_ids, before)

@@ -1,0 +1,195 @@
+"""A step on a CUDA device, whole or in pieces as CUDA graphs: drafts, inputs, forward, draw, commit, outcome.
+
+Made once for a number of entries, of draft tokens and of tokens. A smaller batch fills the entries that are left with a
+row that has finished, which every kernel passes over. The host says which row does how many tokens; everything else is
+read on the device, so a step can be enqueued before the outcome of the one before it is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from model_executor.kernels.commit_tokens import OUTCOME_HEADER, commit_tokens
+from model_executor.kernels.ngram_search import ngram_search
+from model_executor.kernels.select_drafts import select_drafts
+from model_executor.kernels.step_inputs import StepInputs, build_step_inputs, make_step_inputs
+from model_executor.kv_cache import KVCache
+from model_executor.landing_tensors import LandingTensors
+from model_executor.models.fused_decoder import FusedDecoder, StepBuffers
+from model_executor.row_state import RowState
+from verifier_svc.sampling.device_sampler import DeviceSampler
+from verifier_svc.sampling.state import SamplingState
+
+Capture = Literal["full", "piecewise", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What is fixed about a step."""
+
+    num_reqs: int
+    num_draft: int
+    """K; 0 is a step without drafts."""
+    num_tokens: int | None
+    """T of a step with chunks of prompts; None: every row decodes."""
+    is_plain: bool
+    """Rows sample by temperature alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRules:
+    """How a step finds its drafts."""
+
+    uses_ngram: bool
+    prompt_lookup_max: int
+    prompt_lookup_min: int
+    landing: LandingTensors | None
+    """Where branches of drafters land; None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepParts:
+    """What all steps of an engine work on. Buffers are those of the largest step."""
+
+    decoder: FusedDecoder
+    kv_cache: KVCache
+    rows: RowState  # the last row is finished for ever and fills unused entries
+    sampling: SamplingState
+    sampler: DeviceSampler
+    buffers: StepBuffers
+    drafts: DraftRules
+    forced_acceptance: Tensor | None  # [K] float32, for benchmarks: chance that at least 1, 2, ... drafts are accepted
+
+
+class DeviceStep:
+    """The kernels of a step of one shape."""
+
+    def __init__(self, shape: StepShape, parts: StepParts) -> None:
+        self.shape = shape
+        self._parts = parts
+        device = parts.decoder.device
+        self.inputs: StepInputs = make_step_inputs(shape.num_reqs, shape.num_draft, device, shape.num_tokens)
+        num_places = shape.num_reqs * self.inputs.width
+        self.num_tokens = self.inputs.input_ids.shape[0]
+        self._buffers = parts.buffers.first(self.num_tokens, num_places)
+        self.outcome = torch.zeros(
+            shape.num_reqs, OUTCOME_HEADER + self.inputs.width, dtype=torch.int32, device=device
+        )  # [num_reqs, OUTCOME_HEADER + width]
+        self._calls: Sequence[Callable[[], None]] = self._pieces()
+
+    @property
+    def hidden(self) -> Tensor:
+        """Hidden states of all tokens of a mixed step, [T, hidden]; those of the last step that ran."""
+        return self._buffers.normed
+
+    def _pieces(self) -> list[Callable[[], None]]:
+        """The step as calls to be made in order; those with an odd index are attention."""
+        parts = self._parts
+        pieces = parts.decoder.pieces(self.inputs, parts.rows.block_table, parts.kv_cache, self._buffers)
+        first, last = pieces[0], pieces[-1]
+
+        def begin() -> None:
+            self._draft()
+            build_step_inputs(parts.rows, self.inputs)
+            first()
+
+        def end() -> None:
+            last()
+            self._commit()
+
+        if len(pieces) == 1:
+            return [lambda: (begin(), self._commit())[0]]
+        return [begin, *pieces[1:-1], end]
+
+    def _draft(self) -> None:
+        rows, inputs, drafts = self._parts.rows, self.inputs, self._parts.drafts
+        if self.shape.num_draft == 0:
+            return
+        if drafts.uses_ngram:
+            ngram_search(
+                rows.token_ids,
+                rows.committed_len,
+                rows.finished,
+                inputs.idx_mapping,
+                inputs.best_match,
+                drafts.prompt_lookup_max,
+                drafts.prompt_lookup_min,
+            )
+        select_drafts(rows, inputs, drafts.prompt_lookup_max, drafts.landing, inputs.source)
+
+    def _commit(self) -> None:
+        parts = self._parts
+        draw = parts.sampler.plain if self.shape.is_plain else parts.sampler.processed
+        draws = draw(self._buffers.logits, self.inputs)
+        forced = parts.forced_acceptance
+        commit_tokens(
+            parts.rows,
+            parts.sampling.stop_token_ids,
+            parts.sampling.seed,
+            self.inputs,
+            draws.values,
+            draws.tokens,
+            self.outcome,
+            None if forced is None or self.shape.num_draft == 0 else forced[: self.shape.num_draft],
+        )
+
+    def run_idle(self) -> None:
+        """Run the kernels over rows that have all finished: compiles them, and lets libraries choose theirs."""
+        self.inputs.batch[0].fill_(self._parts.rows.committed_len.shape[0] - 1)
+        self.inputs.batch[1:].zero_()
+        for call in self._calls:
+            call()
+
+    def capture(self, mode: Capture, pool: Any | None) -> Any:
+        """Make a graph of the step, or of its pieces between attentions. Returns the memory pool, to be shared."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.run_idle()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        if mode == "none":
+            return pool
+        if mode == "full" or self.shape.num_tokens is None:
+            graph = _capture(self._calls, pool)
+            self._calls = [graph.replay]
+            return graph.pool()
+        calls: list[Callable[[], None]] = []
+        for index, call in enumerate(self._calls):
+            if index % 2:
+                calls.append(call)
+                continue
+            graph = _capture([call], pool)
+            pool = graph.pool()
+            calls.append(graph.replay)
+        self._calls = calls
+        return pool
+
+    def enqueue(self, batch_cpu: Tensor) -> None:
+        """Run the step; returns before it has run.
+
+        Args:
+            batch_cpu: [3, num_reqs] int64 in pinned memory: row, committed tokens to compute and draft limit of each
+                entry; unused ones have the pad row. It must stay as it is until the step has run.
+        """
+        self.inputs.batch.copy_(batch_cpu, non_blocking=True)
+        for call in self._calls:
+            call()
+
+    def logprobs(self) -> Tensor:
+        """Log probabilities of the tokens just drawn, for the rows that ask; see `DeviceSampler.logprobs`."""
+        drawn = self.outcome[:, OUTCOME_HEADER:]
+        return self._parts.sampler.logprobs(self._buffers.logits, self.inputs, drawn)
+
+
+def _capture(calls: Sequence[Callable[[], None]], pool: Any | None) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        for call in calls:
+            call()
+    return graph
