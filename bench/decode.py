@@ -19,7 +19,7 @@ from rich.table import Table
 from bench.floors import kv_bytes_per_token, measure_copy_bandwidth, measure_gemm_floor
 from bench.random_engine import make_engine, repetitive_request
 from bench.random_model import SHAPES, make_random_model
-from bench.records import make_record, write_record
+from bench.records import Sample, make_record, write_record
 from common.types import Request
 from model_executor.models.registry import LoadedModel
 from verifier_svc.engine.engine import Engine
@@ -35,12 +35,14 @@ class DecodeResult:
     batch: int
     num_draft: int
     ms_per_token: float
+    """Over all runs."""
+    ms_per_token_of_runs: Sample
     step_ms_p50: float
     step_ms_p99: float
     tokens_per_step: float
     """Of a row: measured."""
     prefill_tokens_per_s: float
-    """Prompts of the whole batch, from the start to the last row's first token."""
+    """Prompts of the whole batch, from the start to the last row's first token, in the best run."""
     floor_ms_per_token: float
     gemm_floor_ms: float
     kv_floor_ms: float
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=3, metavar="K", help="default: %(default)s")
     parser.add_argument("--forced-acceptance", default=".8,.6,.4", help="rate per draft position; default: %(default)s")
     parser.add_argument("--new-tokens", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--runs", type=int, default=5, help="each with other prompts; default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,7 +76,8 @@ def run(args: argparse.Namespace) -> int:
         loaded = make_random_model(SHAPES[shape], PROMPT_LEN + args.new_tokens, device)
         for batch in map(int, args.batches.split(",")):
             for num_draft in (0, args.num_speculative_tokens):
-                result = measure(shape, loaded, batch, num_draft, rates, args.new_tokens, bandwidth)
+                workload = Workload(shape, batch, num_draft, args.new_tokens, args.runs)
+                result = measure(workload, loaded, rates, bandwidth)
                 console.print(f"{shape} batch {batch} K={num_draft}: {result.ms_per_token:.3f} ms a token")
                 results.append(result)
         del loaded
@@ -85,38 +89,50 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(
-    shape: str, loaded: LoadedModel, batch: int, num_draft: int, rates: list[float], new_tokens: int, bandwidth: float
-) -> DecodeResult:
-    """Decode `batch` requests of one prompt length to their end."""
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is decoded."""
+
+    shape: str
+    batch: int
+    num_draft: int
+    new_tokens: int
+    num_runs: int
+
+
+def measure(workload: Workload, loaded: LoadedModel, rates: list[float], bandwidth: float) -> DecodeResult:
+    """Decode a batch of requests of one prompt length to their end, several times."""
+    shape, batch, num_draft, new_tokens = workload.shape, workload.batch, workload.num_draft, workload.new_tokens
+    vocab_size = loaded.config.vocab_size
     engine = make_engine(shape, loaded, num_draft, rates, max_num_seqs=batch)
+    runs: list[DecodeRun] = []
     try:
-        run = drive(
-            engine,
-            [
-                repetitive_request(f"r{index}", PROMPT_LEN, new_tokens, loaded.config.vocab_size, num_draft, seed=index)
-                for index in range(batch)
-            ],
-        )
-        stats = engine._executor.stats  # type: ignore[attr-defined]
+        for start in range(0, workload.num_runs * batch, batch):
+            seeds = range(start, start + batch)
+            requests = [
+                repetitive_request(f"r{seed}", PROMPT_LEN, new_tokens, vocab_size, num_draft, seed) for seed in seeds
+            ]
+            runs.append(drive(engine, requests))
+        stats = engine.executor.stats  # type: ignore[attr-defined]
         num_replays, num_eager = sum(stats.num_replays.values()), stats.num_eager_steps
     finally:
         engine.close()
-    tokens_per_step = run.num_tokens / batch / len(run.step_ms)
+    steps = sorted(step for run in runs for step in run.step_ms)
+    tokens_per_step = sum(run.num_tokens for run in runs) / batch / len(steps)
     expected = 1 + sum(rates[:num_draft]) if num_draft else 1.0
     gemm_ms = measure_gemm_floor(loaded, batch * (num_draft + 1))
     kv_bytes = batch * (PROMPT_LEN + new_tokens / 2) * kv_bytes_per_token(loaded)
     kv_ms = kv_bytes / bandwidth * 1e3
-    steps = sorted(run.step_ms)
     return DecodeResult(
         shape=shape,
         batch=batch,
         num_draft=num_draft,
         ms_per_token=sum(steps) / len(steps) / tokens_per_step,
+        ms_per_token_of_runs=Sample.of([sum(run.step_ms) / run.num_tokens * batch for run in runs]),
         step_ms_p50=statistics.median(steps),
         step_ms_p99=steps[int(len(steps) * 0.99)],
         tokens_per_step=tokens_per_step,
-        prefill_tokens_per_s=batch * PROMPT_LEN / run.prefill_s,
+        prefill_tokens_per_s=batch * PROMPT_LEN / min(run.prefill_s for run in runs),
         floor_ms_per_token=(gemm_ms + kv_ms) / expected,
         gemm_floor_ms=gemm_ms,
         kv_floor_ms=kv_ms,

@@ -9,8 +9,8 @@ import torch
 
 from bench.attention_cases import prefill_attention_cases, rotate_and_cache_cases, verify_attention_cases
 from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
-from model_executor.kernels.add_rms_norm import add_rms_norm
 from model_executor.kernels.ngram_search import ngram_search
+from model_executor.kernels.rms_norm import rms_norm
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import small_gemm
 
@@ -53,17 +53,15 @@ def _product(
     return Work(list(launches), num_bytes)
 
 
-def _add_rms_norm_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
-    yield Case("add_rms_norm", f"{shape.name} {sizes.num_tokens} tokens", partial(_add_rms_norm, shape, sizes))
+def _rms_norm_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    yield Case("rms_norm", f"{shape.name} {sizes.num_tokens} tokens", partial(_rms_norm, shape, sizes))
 
 
-def _add_rms_norm(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
+def _rms_norm(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
     hidden = shape.config.hidden_size
-    x, residual, out = (
-        torch.randn(sizes.num_tokens, hidden, dtype=shape.dtype, device=device) for _ in range(3)
-    )  # [num_tokens, hidden] each
+    x, out = (torch.randn(sizes.num_tokens, hidden, dtype=shape.dtype, device=device) for _ in range(2))
     weight = torch.ones(hidden, dtype=shape.dtype, device=device)
-    return Work([partial(add_rms_norm, x, residual, weight, out, 1e-5)], 4 * x.numel() * x.element_size())
+    return Work([partial(rms_norm, x, weight, out, 1e-5)], 2 * x.numel() * x.element_size())
 
 
 def _silu_mul_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
@@ -102,7 +100,7 @@ _PER_MODEL: tuple[Callable[[Shape, Sizes], Iterator[Case]], ...] = (
     prefill_attention_cases,
     rotate_and_cache_cases,
     _silu_mul_cases,
-    _add_rms_norm_cases,
+    _rms_norm_cases,
     _product_cases,
 )
 _PER_RUN: tuple[Callable[[Sizes], Iterator[Case]], ...] = (_ngram_search_cases,)

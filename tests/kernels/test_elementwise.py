@@ -1,26 +1,35 @@
-"""Residual addition with norm, and silu-mul, against float64."""
+"""Norms and silu-mul, against float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from model_executor.kernels.add_rms_norm import add_rms_norm, add_rms_norm_ref
+from model_executor.kernels.norm_heads import norm_heads, norm_heads_ref
+from model_executor.kernels.rms_norm import rms_norm, rms_norm_ref
 from model_executor.kernels.silu_mul import silu_mul, silu_mul_ref
 from tests.kernels.test_small_gemm import relative_error, tolerance
 
 
-@pytest.mark.parametrize("with_x", [True, False])
 @pytest.mark.parametrize("hidden", [64, 200])
-def test_add_rms_norm(device: torch.device, dtype: torch.dtype, hidden: int, with_x: bool) -> None:
-    x = torch.randn(5, hidden, device=device, dtype=dtype) if with_x else None
-    residual = torch.randn(5, hidden, device=device, dtype=dtype)
+def test_rms_norm(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
+    x = torch.randn(5, hidden, device=device, dtype=dtype)
     weight = torch.rand(hidden, device=device, dtype=dtype) + 0.5
-    out = torch.full_like(residual, float("nan"))
-    stream, expected = add_rms_norm_ref(x, residual, weight, 1e-5)
-    add_rms_norm(x, residual, weight, out, 1e-5)
-    assert torch.equal(residual, stream)
-    assert relative_error(out, expected) < tolerance(dtype)
+    out = torch.full_like(x, float("nan"))
+    rms_norm(x, weight, out, 1e-5)
+    assert relative_error(out, rms_norm_ref(x, weight, 1e-5)) < tolerance(dtype)
+
+
+@pytest.mark.parametrize("num_heads", [3, 8])
+def test_norm_heads(device: torch.device, dtype: torch.dtype, num_heads: int) -> None:
+    qkv = torch.randn(5, 10 * 32, device=device, dtype=dtype)
+    weight = torch.rand(num_heads, 32, device=device, dtype=dtype) + 0.5
+    before = qkv.clone()
+    expected = norm_heads_ref(qkv, weight, 1e-5)
+    norm_heads(qkv, weight, 1e-5)
+    heads = qkv.view(5, 10, 32)
+    assert relative_error(heads[:, :num_heads], expected) < tolerance(dtype)
+    assert torch.equal(heads[:, num_heads:], before.view(5, 10, 32)[:, num_heads:])
 
 
 def test_silu_mul(device: torch.device, dtype: torch.dtype) -> None:

@@ -171,10 +171,10 @@ def test_equals_the_methods_of_a_cpu(device: torch.device, seed: int, has_fallba
     assert setup.inputs.draft_len[entry_of_finished] == 0
 
 
-def test_every_kind_of_entry_is_among_the_tested_ones() -> None:
+def test_every_kind_of_entry_is_among_the_tested_ones(device: torch.device) -> None:
     sources: list[int] = []
     for seed in range(12):
-        setup = Setup(seed, torch.device("cpu"))
+        setup = Setup(seed, device)
         setup.search()
         select_drafts_ref(setup.rows, setup.inputs, LONGEST, setup.landing, setup.source)
         sources += setup.source.tolist()

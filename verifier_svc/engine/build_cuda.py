@@ -25,11 +25,11 @@ from verifier_svc.engine.staging import WriteStager
 from verifier_svc.sampling.device_sampler import DeviceSampler
 from verifier_svc.sampling.state import SamplingState
 
-MAX_CAPTURED_TOKENS = 512
+MAX_CAPTURED_TOKENS = 1024
 """Mixed steps up to this many tokens are graphs. Larger ones keep the device busy for longer than a launch takes."""
 
 _CAPTURED_GRAIN = 64
-_EAGER_GRAIN = 256
+"""Mixed steps are padded to a multiple of this, at most 512 tokens, and larger ones to one of 128 or 256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def build_cuda_engine_parts(
     others_bytes = total_bytes - free_bytes() - weight_bytes
     num_draft = 0 if config.drafter == "none" else config.num_speculative_tokens
     max_places = config.max_num_seqs * (num_draft + 1)
-    max_tokens = max(_round_up(config.max_num_batched_tokens, _EAGER_GRAIN), max_places)
+    max_tokens = max(_token_counts(config)[-1], max_places)
 
     # One row more than requests can have: a step fills its unused entries with it.
     rows = RowState(config.max_num_seqs + 1, loaded.max_model_len, BLOCK_SIZE, device)
@@ -109,7 +109,7 @@ def build_cuda_engine_parts(
     for shape in tqdm(shapes, desc="capturing steps", disable=None):
         captured.append(DeviceStep(shape, parts))
         pool = captured[-1].capture(config.cuda_graphs, pool)
-    eager = [DeviceStep(shape, parts) for shape in _eager_shapes(config, num_draft, max_tokens)]
+    eager = [DeviceStep(shape, parts) for shape in _eager_shapes(config, num_draft)]
     memory = MemoryUse(
         device=torch.cuda.get_device_name(device),
         total_bytes=total_bytes,
@@ -142,23 +142,29 @@ def _captured_shapes(config: EngineConfig, num_draft: int) -> list[StepShape]:
     while not sizes or sizes[-1] < config.max_num_seqs:
         sizes.append(min(2 ** len(sizes), config.max_num_seqs))
     decode = [StepShape(size, k, None, True) for size in reversed(sizes) for k in sorted({0, num_draft})]
-    most = min(MAX_CAPTURED_TOKENS, _round_up(config.max_num_batched_tokens, _CAPTURED_GRAIN))
-    chunks = range(most, 0, -_CAPTURED_GRAIN)
-    mixed = [StepShape(config.max_num_seqs, num_draft, count, True) for count in chunks]
+    counts = [count for count in _token_counts(config) if count <= MAX_CAPTURED_TOKENS]
+    mixed = [StepShape(config.max_num_seqs, num_draft, count, True) for count in reversed(counts)]
     return [replace(shape, is_plain=is_plain) for shape in mixed + decode for is_plain in (True, False)]
 
 
-def _eager_shapes(config: EngineConfig, num_draft: int, max_tokens: int) -> list[StepShape]:
+def _eager_shapes(config: EngineConfig, num_draft: int) -> list[StepShape]:
     """Mixed steps that are too large to be worth a graph."""
-    counts = range(_EAGER_GRAIN, max_tokens + 1, _EAGER_GRAIN)
-    large = [count for count in counts if count > MAX_CAPTURED_TOKENS]
+    large = [count for count in _token_counts(config) if count > MAX_CAPTURED_TOKENS]
     return [StepShape(config.max_num_seqs, num_draft, count, plain) for count in large for plain in (True, False)]
+
+
+def _token_counts(config: EngineConfig) -> list[int]:
+    """Tokens of mixed steps, so that padding stays below an eighth beyond 512 tokens, and one step can do the most."""
+    counts = [0]
+    while counts[-1] < config.max_num_batched_tokens:
+        grain = _CAPTURED_GRAIN if counts[-1] < 512 else 128 if counts[-1] < 1024 else 256
+        counts.append(counts[-1] + grain)
+    return counts[1:]
 
 
 def _measure_graphs(config: EngineConfig, parts: StepParts, shapes: Sequence[StepShape]) -> int:
     """Bytes that all graphs will take, judged by three of them; and every kernel has run once after this."""
-    largest = _eager_shapes(config, max(shape.num_draft for shape in shapes), parts.buffers.stream.shape[0])[-1:]
-    for shape in largest:
+    for shape in _eager_shapes(config, max(shape.num_draft for shape in shapes))[-2:]:
         DeviceStep(shape, parts).run_idle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -171,7 +177,3 @@ def _measure_graphs(config: EngineConfig, parts: StepParts, shapes: Sequence[Ste
         free.append(free_bytes())
     first, each = free[0] - free[1], (free[1] - free[3]) / 2
     return int(first + each * (len(shapes) - 1))
-
-
-def _round_up(value: int, grain: int) -> int:
-    return -(-value // grain) * grain
