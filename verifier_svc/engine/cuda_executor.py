@@ -1,7 +1,7 @@
 """Steps on a CUDA device: enqueued one after the other and read back later; the host never waits for the device.
 
-A step costs the host the staged writes of what changed, a small copy, a graph launch, a copy back and an event. The one
-exception are the log probabilities of a prompt, which need the logits of every position: their steps wait.
+A step costs the host the staged writes of what changed, a graph launch, a copy back and an event. The one exception are
+the log probabilities of a prompt, which need the logits of every position: their steps wait.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,6 @@ class GraphStats:
 class _Slot:
     """Pinned memory of one step in flight."""
 
-    batch: Tensor  # [3 * max_reqs] int64
     outcome: Tensor  # [max_reqs * (OUTCOME_HEADER + max_width)] int32
     logprobs: Tensor  # [max_reqs * max_width, PACKED_WIDTH] int32
     done: torch.cuda.Event
@@ -99,6 +99,7 @@ class CudaExecutor:
         self.stats = GraphStats({_key(step): 0 for step in captured})
         max_reqs = max(step.shape.num_reqs for step in steps)
         max_width = max(step.inputs.width for step in steps)
+        self._batch = np.zeros((3, max_reqs), dtype=np.int64)
         self._slots = deque(_make_slot(max_reqs, max_width) for _ in range(depth))
         self._is_broken = False
         self._is_checked = is_checked
@@ -113,13 +114,14 @@ class CudaExecutor:
             self._submit(plan)
 
     def _submit(self, plan: StepPlan) -> None:
-        self._stage(plan)
-        self._stager.flush()
         slot = self._slots.popleft()
         pending = _InFlight(plan, None, slot)
+        self._stage(plan)
         if plan.rows:
             step = pending.step = self._step_for(plan)
-            step.enqueue(self._fill_batch(plan, step, slot))
+            self._stage_batch(plan, step)
+            self._stager.flush()
+            step.enqueue()
             slot.outcome[: step.outcome.numel()].copy_(step.outcome.view(-1), non_blocking=True)
             if self._sampling.wants_logprobs(planned.row for planned in plan.rows):
                 packed = step.logprobs()
@@ -128,6 +130,7 @@ class CudaExecutor:
             if self._wants_prompt_logprobs(plan):
                 pending.prompt_logprobs = self._prompt_logprobs.compute(_prompt_chunks(plan.rows, step))
             self._count(step)
+        self._stager.flush()
         slot.done.record()
         self._pending.append(pending)
 
@@ -163,17 +166,16 @@ class CudaExecutor:
         for append in plan.block_appends:
             self._rows.append_blocks(append.row, append.start, append.block_ids, write)
 
-    def _fill_batch(self, plan: StepPlan, step: DeviceStep, slot: _Slot) -> Tensor:
-        """Row, tokens and draft limit of every entry, [3, num_reqs]."""
+    def _stage_batch(self, plan: StepPlan, step: DeviceStep) -> None:
+        """Row, tokens and draft limit of every entry; those that are left get the row that is finished for ever."""
         count, num_reqs = len(plan.rows), step.shape.num_reqs
-        batch = slot.batch[: 3 * num_reqs].view(3, num_reqs)
-        values = batch.numpy()
-        values[0, count:] = self._pad_row
-        values[1:, count:] = 0
-        values[0, :count] = [planned.row for planned in plan.rows]
-        values[1, :count] = [planned.num_tokens for planned in plan.rows]
-        values[2, :count] = [planned.max_draft_tokens for planned in plan.rows]
-        return batch
+        batch = self._batch[:, :num_reqs]
+        batch[0, :count] = [planned.row for planned in plan.rows]
+        batch[1, :count] = [planned.num_tokens for planned in plan.rows]
+        batch[2, :count] = [planned.max_draft_tokens for planned in plan.rows]
+        batch[0, count:] = self._pad_row
+        batch[1:, count:] = 0
+        self._stager.write(step.inputs.batch, 0, batch.reshape(-1))
 
     def _step_for(self, plan: StepPlan) -> DeviceStep:
         """The smallest step that can do `plan`."""
@@ -211,11 +213,10 @@ def _key(step: DeviceStep) -> tuple[int, ...]:
 
 
 def _make_slot(max_reqs: int, max_width: int) -> _Slot:
-    def pinned(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+    def pinned(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, pin_memory=True)
 
     return _Slot(
-        batch=pinned(3 * max_reqs, dtype=torch.int64),
         outcome=pinned(max_reqs * (OUTCOME_HEADER + max_width)),
         logprobs=pinned(max_reqs * max_width, PACKED_WIDTH),
         done=torch.cuda.Event(),

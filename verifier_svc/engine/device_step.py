@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -66,77 +67,88 @@ class StepParts:
     forced_acceptance: Tensor | None  # [K] float32, for benchmarks: chance that at least 1, 2, ... drafts are accepted
 
 
+class _Body:
+    """What a step runs before and after the forward pass."""
+
+    def __init__(self, shape: StepShape, parts: StepParts, inputs: StepInputs, buffers: StepBuffers) -> None:
+        self._parts = parts
+        self._inputs = inputs
+        self._buffers = buffers
+        self._num_draft = shape.num_draft
+        self._draw = parts.sampler.plain if shape.is_plain else parts.sampler.processed
+        forced = parts.forced_acceptance
+        self._forced = None if forced is None or shape.num_draft == 0 else forced[: shape.num_draft]
+        width = OUTCOME_HEADER + inputs.width
+        self.outcome = torch.zeros(shape.num_reqs, width, dtype=torch.int32, device=parts.decoder.device)
+
+    def begin(self, forward: Callable[[], None]) -> None:
+        """Drafts and inputs, and the beginning of the forward pass."""
+        rows, inputs, drafts = self._parts.rows, self._inputs, self._parts.drafts
+        if self._num_draft:
+            if drafts.uses_ngram:
+                ngram_search(
+                    rows.token_ids,
+                    rows.committed_len,
+                    rows.finished,
+                    inputs.idx_mapping,
+                    inputs.best_match,
+                    drafts.prompt_lookup_max,
+                    drafts.prompt_lookup_min,
+                )
+            select_drafts(rows, inputs, drafts.prompt_lookup_max, drafts.landing, inputs.source)
+        build_step_inputs(rows, inputs)
+        forward()
+
+    def end(self, forward: Callable[[], None]) -> None:
+        """The end of the forward pass, and what is drawn and committed after it."""
+        forward()
+        rows, sampling = self._parts.rows, self._parts.sampling
+        draws = self._draw(self._buffers.logits, self._inputs)
+        commit_tokens(
+            rows,
+            sampling.stop_token_ids,
+            sampling.seed,
+            self._inputs,
+            draws.values,
+            draws.tokens,
+            self.outcome,
+            self._forced,
+        )
+
+    def whole(self, forward: Callable[[], None]) -> None:
+        """Around a forward pass of one piece."""
+        self.begin(forward)
+        self.end(_nothing)
+
+
+def _nothing() -> None:
+    pass
+
+
 class DeviceStep:
     """The kernels of a step of one shape."""
 
     def __init__(self, shape: StepShape, parts: StepParts) -> None:
         self.shape = shape
         self._parts = parts
-        device = parts.decoder.device
-        self.inputs: StepInputs = make_step_inputs(shape.num_reqs, shape.num_draft, device, shape.num_tokens)
-        num_places = shape.num_reqs * self.inputs.width
+        self.inputs: StepInputs = make_step_inputs(
+            shape.num_reqs, shape.num_draft, parts.decoder.device, shape.num_tokens
+        )
         self.num_tokens = self.inputs.input_ids.shape[0]
-        self._buffers = parts.buffers.first(self.num_tokens, num_places)
-        self.outcome = torch.zeros(
-            shape.num_reqs, OUTCOME_HEADER + self.inputs.width, dtype=torch.int32, device=device
-        )  # [num_reqs, OUTCOME_HEADER + width]
-        self._calls: Sequence[Callable[[], None]] = self._pieces()
+        self._buffers = parts.buffers.first(self.num_tokens, shape.num_reqs * self.inputs.width)
+        # The calls know nothing of this object: an engine that is let go of gives its memory back at once.
+        body = _Body(shape, parts, self.inputs, self._buffers)
+        self.outcome = body.outcome  # [num_reqs, OUTCOME_HEADER + width]
+        pieces = parts.decoder.pieces(self.inputs, parts.rows.block_table, parts.kv_cache, self._buffers)
+        self._calls: Sequence[Callable[[], None]] = [partial(body.whole, pieces[0])]
+        """In order; those with an odd index are attention."""
+        if len(pieces) > 1:
+            self._calls = [partial(body.begin, pieces[0]), *pieces[1:-1], partial(body.end, pieces[-1])]
 
     @property
     def hidden(self) -> Tensor:
         """Hidden states of all tokens of a mixed step, [T, hidden]; those of the last step that ran."""
         return self._buffers.normed
-
-    def _pieces(self) -> list[Callable[[], None]]:
-        """The step as calls to be made in order; those with an odd index are attention."""
-        parts = self._parts
-        pieces = parts.decoder.pieces(self.inputs, parts.rows.block_table, parts.kv_cache, self._buffers)
-        first, last = pieces[0], pieces[-1]
-
-        def begin() -> None:
-            self._draft()
-            build_step_inputs(parts.rows, self.inputs)
-            first()
-
-        def end() -> None:
-            last()
-            self._commit()
-
-        if len(pieces) == 1:
-            return [lambda: (begin(), self._commit())[0]]
-        return [begin, *pieces[1:-1], end]
-
-    def _draft(self) -> None:
-        rows, inputs, drafts = self._parts.rows, self.inputs, self._parts.drafts
-        if self.shape.num_draft == 0:
-            return
-        if drafts.uses_ngram:
-            ngram_search(
-                rows.token_ids,
-                rows.committed_len,
-                rows.finished,
-                inputs.idx_mapping,
-                inputs.best_match,
-                drafts.prompt_lookup_max,
-                drafts.prompt_lookup_min,
-            )
-        select_drafts(rows, inputs, drafts.prompt_lookup_max, drafts.landing, inputs.source)
-
-    def _commit(self) -> None:
-        parts = self._parts
-        draw = parts.sampler.plain if self.shape.is_plain else parts.sampler.processed
-        draws = draw(self._buffers.logits, self.inputs)
-        forced = parts.forced_acceptance
-        commit_tokens(
-            parts.rows,
-            parts.sampling.stop_token_ids,
-            parts.sampling.seed,
-            self.inputs,
-            draws.values,
-            draws.tokens,
-            self.outcome,
-            None if forced is None or self.shape.num_draft == 0 else forced[: self.shape.num_draft],
-        )
 
     def run_idle(self) -> None:
         """Run the kernels over rows that have all finished: compiles them, and lets libraries choose theirs."""
@@ -170,14 +182,8 @@ class DeviceStep:
         self._calls = calls
         return pool
 
-    def enqueue(self, batch_cpu: Tensor) -> None:
-        """Run the step; returns before it has run.
-
-        Args:
-            batch_cpu: [3, num_reqs] int64 in pinned memory: row, committed tokens to compute and draft limit of each
-                entry; unused ones have the pad row. It must stay as it is until the step has run.
-        """
-        self.inputs.batch.copy_(batch_cpu, non_blocking=True)
+    def enqueue(self) -> None:
+        """Run the step for what stands in `inputs.batch`; returns before it has run."""
         for call in self._calls:
             call()
 

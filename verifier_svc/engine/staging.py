@@ -18,7 +18,7 @@ from torch import Tensor
 
 from model_executor.kernels.apply_writes import RECORD_WORDS, apply_writes
 
-_MAX_WRITES = 4096
+_MAX_WRITES = 512
 _RECORD_BYTES = RECORD_WORDS * 8
 _VALUES_START = _MAX_WRITES * _RECORD_BYTES
 
@@ -88,9 +88,7 @@ class WriteStager:
             return
         slot = self._slots[0]
         end = _VALUES_START + self._num_bytes
-        records = self._num_writes * _RECORD_BYTES
-        self._mirror_bytes[:records].copy_(slot.pinned[:records], non_blocking=True)
-        self._mirror_bytes[_VALUES_START:end].copy_(slot.pinned[_VALUES_START:end], non_blocking=True)
+        self._mirror_bytes[:end].copy_(slot.pinned[:end], non_blocking=True)
         slot.copied.record()
         apply_writes(self._mirror, self._mirror_words, self._mirror_bytes, self._num_writes, self._longest)
         self._slots.rotate(-1)
