@@ -6,6 +6,7 @@ the log probabilities of a prompt, which need the logits of every position: thei
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -94,6 +95,8 @@ class CudaExecutor:
         self._drafts = drafts
         self._stager = stager
         self._prompt_logprobs = prompt_logprobs
+        self._max_draft = max(step.shape.num_draft for step in steps)
+        """A request may ask for more draft tokens than there are steps for."""
         self._pad_row = rows.committed_len.shape[0] - 1
         self._pending: deque[_InFlight] = deque()
         self.stats = GraphStats({_key(step): 0 for step in captured})
@@ -172,18 +175,18 @@ class CudaExecutor:
         batch = self._batch[:, :num_reqs]
         batch[0, :count] = [planned.row for planned in plan.rows]
         batch[1, :count] = [planned.num_tokens for planned in plan.rows]
-        batch[2, :count] = [planned.max_draft_tokens for planned in plan.rows]
+        batch[2, :count] = [min(planned.max_draft_tokens, step.shape.num_draft) for planned in plan.rows]
         batch[0, count:] = self._pad_row
         batch[1:, count:] = 0
         self._stager.write(step.inputs.batch, 0, batch.reshape(-1))
 
     def _step_for(self, plan: StepPlan) -> DeviceStep:
         """The smallest step that can do `plan`."""
-        rows = plan.rows
-        num_draft = max(planned.max_draft_tokens for planned in rows)
+        rows, most = plan.rows, self._max_draft
+        num_draft = min(most, max(planned.max_draft_tokens for planned in rows))
         num_tokens = 0  # of a mixed step
         if any(planned.num_tokens > 1 for planned in rows) or self._wants_prompt_logprobs(plan):
-            num_tokens = sum(planned.num_tokens + planned.max_draft_tokens for planned in rows)
+            num_tokens = sum(planned.num_tokens + min(most, planned.max_draft_tokens) for planned in rows)
         is_plain = self._sampling.is_plain(planned.row for planned in rows)
         for step in self._steps:
             shape = step.shape
@@ -275,7 +278,9 @@ def _read_outcome(pending: _InFlight, vocab_size: int) -> tuple[StepOutcome, lis
 def _no_waiting_no_allocation() -> Iterator[None]:
     """Raise if what runs inside waits for the device, or allocates memory on it or pinned memory on the host."""
     before = _num_allocations()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says each time that the mode does not find everything
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
