@@ -86,7 +86,13 @@ class Engine:
             plan = orchestrator.plan()
             if plan is None:
                 break
-            self._executor.submit(plan)
+            try:
+                self._executor.submit(plan)
+            except BaseException as error:  # an interrupt too: the plan counts as in flight, and the device lacks it
+                self._failure = error
+                if isinstance(error, Exception):
+                    raise _closed_by(error) from error
+                raise
 
     def _apply_oldest(self) -> list[Event]:
         if self.orchestrator.num_in_flight == 0:
@@ -95,7 +101,7 @@ class Engine:
             outcome = self._executor.result()
         except Exception as error:
             self._failure = error
-            raise EngineClosedError(f"a step failed, the engine cannot go on: {error!r}") from error
+            raise _closed_by(error) from error
         return self.orchestrator.apply(outcome)
 
     def close(self) -> None:
@@ -109,3 +115,7 @@ class Engine:
             raise EngineClosedError("the engine has been closed")
         if self._failure is not None:
             raise EngineClosedError(f"the engine stopped after a step failed: {self._failure!r}") from self._failure
+
+
+def _closed_by(error: Exception) -> EngineClosedError:
+    return EngineClosedError(f"a step failed, the engine cannot go on: {error!r}")

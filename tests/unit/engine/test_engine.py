@@ -160,6 +160,55 @@ def test_a_closed_engine_serves_nothing(engine: Engine, runner: FakeRunner) -> N
     assert engine.drain() == []
 
 
+class FailingExecutor(InlineExecutor):
+    """Cannot hand over a plan."""
+
+    def __init__(self, runner: FakeRunner, error: BaseException, fails_at: int) -> None:
+        super().__init__(runner)
+        self._error = error
+        self._num_left = fails_at
+
+    def submit(self, plan: StepPlan) -> None:
+        self._num_left -= 1
+        if self._num_left <= 0:
+            raise self._error
+        super().submit(plan)
+
+
+def make_failing(runner: FakeRunner, depth: int, error: BaseException) -> Engine:
+    pool = BlockPool(33, BLOCK_SIZE)
+    orchestrator = Orchestrator(pool, max_num_seqs=2, max_num_batched_tokens=16, max_num_waiting=2)
+    return Engine(orchestrator, FailingExecutor(runner, error, fails_at=3), depth)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_plan_that_cannot_be_handed_over_ends_the_engine_with_its_cause(runner: FakeRunner, depth: int) -> None:
+    engine = make_failing(runner, depth, RuntimeError("the step path waited"))
+    engine.add(make_request("a", max_len=60))
+    with pytest.raises(EngineClosedError, match=r"a step failed.*the step path waited") as caught:
+        run_to_the_end(engine)
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert engine.abort("a")
+    assert engine.drain() == []
+    with pytest.raises(EngineClosedError, match="the step path waited"):
+        engine.step()
+    engine.close()
+    assert runner.is_closed
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_interrupt_while_a_plan_is_handed_over_is_not_hidden(runner: FakeRunner, depth: int) -> None:
+    """The orchestrator counts that plan as in flight, and the device may not have it."""
+    engine = make_failing(runner, depth, KeyboardInterrupt())
+    engine.add(make_request("a", max_len=60))
+    with pytest.raises(KeyboardInterrupt):
+        run_to_the_end(engine)
+    with pytest.raises(EngineClosedError, match="KeyboardInterrupt"):
+        engine.step()
+    assert engine.drain() == []
+    engine.close()
+
+
 def test_an_interrupt_of_a_step_is_not_hidden_by_what_comes_after(runner: FakeRunner) -> None:
     """Ctrl-C in the synchronous loop leaves the device in the middle of a step: no later call may go on with it."""
 
