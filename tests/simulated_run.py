@@ -21,6 +21,7 @@ class SimulatedRun:
     Args:
         seed: of everything that is random.
         depth: plans that may be ahead of their outcomes.
+        max_prefill_beside_decode: see `Orchestrator`.
     """
 
     MAX_MODEL_LENS = (12, 24, 40)
@@ -32,9 +33,12 @@ class SimulatedRun:
     """Of a step, beyond one a row."""
     ABORT_RATE = 0.02
 
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, max_prefill_beside_decode: int | None = None) -> None:
         rng = self.rng = random.Random(seed)
         self.depth = depth
+        self.max_prefill_beside_decode = max_prefill_beside_decode
+        self.num_bounded = 0
+        """Plans whose prompts took all that they may beside rows that decode."""
         self.max_num_seqs = max_num_seqs = rng.choice([1, 2, 5])
         self.max_model_len = max_model_len = rng.choice(self.MAX_MODEL_LENS)
         num_blocks = 1 + -(-max_model_len // BLOCK_SIZE) + rng.choice([0, 2, 30])
@@ -47,6 +51,7 @@ class SimulatedRun:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_waiting=self.MAX_REQUESTS,
+            max_prefill_beside_decode=max_prefill_beside_decode,
         )
         # Requests of one seed continue one text, so that a prompt can hit blocks which another request generated.
         self.requests: list[Request] = []
@@ -108,6 +113,7 @@ class SimulatedRun:
 
     def check_plan(self, plan: StepPlan) -> None:
         assert sum(p.num_tokens + p.max_draft_tokens for p in plan.rows) <= self.max_num_batched_tokens
+        self.check_prefill(plan)
         for planned in plan.rows:
             if planned.max_new_tokens:
                 self.check_not_past_the_end(planned)
@@ -123,6 +129,16 @@ class SimulatedRun:
             own = set(row.blocks) if row is not None and is_same_request else set[int]()
             taken = set(append.block_ids[num_hits.get(append.row, 0) :]) - own
             assert not taken & writable, "a block was reused while in flight"
+
+    def check_prefill(self, plan: StepPlan) -> None:
+        """Prompts leave rows that decode the share of a step that they are to have."""
+        bound = self.max_prefill_beside_decode
+        # Rows with drafts decode. Without, the last token of a prompt looks like a row that decodes: it is in neither.
+        if bound is None or not any(planned.max_draft_tokens for planned in plan.rows):
+            return
+        num_prefill = sum(p.num_tokens for p in plan.rows if p.num_tokens > 1 or p.max_new_tokens == 0)
+        assert num_prefill <= bound, "prompts keep rows that decode waiting"
+        self.num_bounded += num_prefill == bound
 
     def check_not_past_the_end(self, planned: PlannedRow) -> None:
         """A step that samples is planned only if the steps before it may leave something to sample."""

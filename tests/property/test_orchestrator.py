@@ -9,6 +9,8 @@ from tests.simulated_run import SimulatedRun
 
 SEEDS_PER_CASE = 500
 DEFAULT_SEEDS = 2000
+PREFILL_BOUNDS = (None, 2, 5)
+"""Prompt tokens of a step in which rows decode; each for every third seed."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -18,9 +20,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_every_stream_is_the_sequential_one(start: int, depth: int) -> None:
-    preemptions = stale = hits = 0
+    preemptions = stale = hits = bounded = 0
     for seed in range(start, start + SEEDS_PER_CASE):
-        run = SimulatedRun(seed, depth)
+        run = SimulatedRun(seed, depth, PREFILL_BOUNDS[seed % len(PREFILL_BOUNDS)])
         try:
             run.execute()
             run.check()
@@ -29,7 +31,9 @@ def test_every_stream_is_the_sequential_one(start: int, depth: int) -> None:
         preemptions += run.orchestrator.stats.num_preemptions
         stale += run.orchestrator.stats.num_stale_outcomes
         hits += run.orchestrator.stats.num_prefix_hits
+        bounded += run.num_bounded
     # The schedules must really have caused what they are for.
     assert preemptions > 0
     assert hits > 0
+    assert bounded > 0
     assert depth == 1 or stale > 0

@@ -34,6 +34,9 @@ def refusal(**values: Any) -> InvalidArgumentError:
         ("max_token_row_memory", [1, "512M"], [0, -1, "0", 1.5, "many", None]),
         ("num_threads", [None, 1, 1024], [0, 0.5, 1025]),
         ("async_scheduling", [True, False], ["perhaps", None]),
+        ("cuda_graphs", ["full", "piecewise", "none"], ["partial", "", True, None]),
+        ("max_prefill_beside_decode", [None, 16, 1 << 20], [15, 0, -16, 16.5, "many"]),
+        ("debug_step_path", [True, False], ["perhaps", None]),
     ],
 )
 def test_limits(field: str, allowed: list[Any], refused: list[Any]) -> None:

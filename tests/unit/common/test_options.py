@@ -130,3 +130,24 @@ def test_the_log_masks_secrets() -> None:
 
 def test_every_field_of_the_engine_has_help() -> None:
     assert [name for name, field in EngineConfig.model_fields.items() if not field.description] == []
+
+
+def test_help_of_the_steps_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = OptionParser(prog="test")
+    add_options(parser, EngineConfig, positional=("model",))
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "--cuda-graphs {full,piecewise,none}" in text
+    assert "steps with prompts are one between attentions; none: no graphs; default: full" in text
+    assert "--max-prefill-beside-decode" in text
+    assert "None: 384 on a GPU, and no bound of its own on a CPU" in text
+    assert "--debug-step-path, --no-debug-step-path" in text
+
+
+def test_options_of_the_steps_on_a_gpu_reach_the_engine() -> None:
+    parser = OptionParser(prog="test")
+    add_options(parser, EngineConfig, positional=("model",))
+    argv = ["m", "--cuda-graphs", "piecewise", "--max-prefill-beside-decode", "16", "--debug-step-path"]
+    config = resolve_options(EngineConfig, parser.parse_args(argv), {}, get_logger("test"))
+    assert (config.cuda_graphs, config.max_prefill_beside_decode, config.debug_step_path) == ("piecewise", 16, True)

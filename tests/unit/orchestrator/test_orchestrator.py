@@ -25,9 +25,15 @@ def make_request(
     return Request(name, tokens, SamplingParams(**params), seed=0, max_len=max_len, num_speculative_tokens=k)
 
 
-def make(num_blocks: int = 33, *, rows: int = 4, tokens: int = 64, waiting: int = 8) -> Orchestrator:
+def make(
+    num_blocks: int = 33, *, rows: int = 4, tokens: int = 64, waiting: int = 8, beside: int | None = None
+) -> Orchestrator:
     return Orchestrator(
-        BlockPool(num_blocks, SIZE), max_num_seqs=rows, max_num_batched_tokens=tokens, max_num_waiting=waiting
+        BlockPool(num_blocks, SIZE),
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        max_num_waiting=waiting,
+        max_prefill_beside_decode=beside,
     )
 
 
@@ -196,6 +202,52 @@ def test_a_long_prompt_comes_in_chunks_and_samples_at_its_end() -> None:
     assert [chunk.max_new_tokens for chunk in chunks] == [0, 0, 1]
     assert [chunk.max_draft_tokens for chunk in chunks] == [0, 0, 0]
     assert plan(orchestrator).rows[0].max_new_tokens == 4
+
+
+def num_tokens(planned: StepPlan) -> list[int]:
+    return [row.num_tokens for row in planned.rows]
+
+
+def test_prompts_are_short_beside_rows_that_decode_and_long_without_any() -> None:
+    orchestrator = make(tokens=32, beside=6)
+    orchestrator.add(make_request("a", 35))
+    assert num_tokens(step(orchestrator)) == [32], "nobody waits for it"
+    orchestrator.add(make_request("b", 20))
+    # "a" is still in its prompt, so that the rest of the step is for "b".
+    assert num_tokens(step(orchestrator)) == [3, 20]
+    orchestrator.add(make_request("c", 15))
+    assert [num_tokens(step(orchestrator)) for _ in range(4)] == [[1, 1, 6], [1, 1, 6], [1, 1, 3], [1, 1, 1]]
+
+
+def test_prompts_share_what_they_may_take_beside_rows_that_decode() -> None:
+    orchestrator = make(tokens=32, beside=6)
+    orchestrator.add(make_request("a", 3, k=2))
+    step(orchestrator)
+    for name in "bc":
+        orchestrator.add(make_request(name, 4))
+    planned = step(orchestrator)
+    assert [(row.num_tokens, row.max_draft_tokens) for row in planned.rows] == [(1, 2), (4, 0), (2, 0)]
+    assert [new.request.request_id for new in planned.new_rows] == ["b", "c"]
+    assert num_tokens(step(orchestrator)) == [1, 1, 2]
+
+
+def test_a_request_waits_for_a_step_with_room_for_its_prompt() -> None:
+    orchestrator = make(tokens=32, beside=4)
+    orchestrator.add(make_request("a", 3))
+    step(orchestrator)
+    for name in "bc":
+        orchestrator.add(make_request(name, 4))
+    assert [new.request.request_id for new in step(orchestrator).new_rows] == ["b"]
+    assert [new.request.request_id for new in step(orchestrator).new_rows] == ["c"]
+
+
+def test_a_bound_beyond_the_step_changes_nothing() -> None:
+    orchestrator = make(rows=3, tokens=9, beside=64)
+    for name, length in (("a", 1), ("b", 20)):
+        orchestrator.add(make_request(name, length, k=3))
+    assert num_tokens(step(orchestrator)) == [1, 8]
+    rows = plan(orchestrator).rows
+    assert [(row.num_tokens, row.max_draft_tokens) for row in rows] == [(1, 3), (5, 0)]
 
 
 def test_a_request_without_speculation_gets_no_drafts() -> None:
