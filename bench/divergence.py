@@ -28,6 +28,7 @@ from common.types import Request, TokenLogprobs
 from verifier_svc.engine.engine import Engine
 
 PROMPT_LEN = 160  # longer than the segment that repeats: an n-gram matches from the start
+VOCAB_SIZE = 512
 
 
 @dataclass(slots=True)
@@ -114,13 +115,14 @@ def measure_random_model(
     shape: str, num_layers: int, num_prompts: int, new_tokens: int, num_draft: int, device: torch.device
 ) -> DivergenceReport:
     """`measure_divergence` for random weights of a known shape with fewer layers, in bfloat16 on a GPU."""
-    config = replace(SHAPES[shape], num_layers=num_layers)
+    # Random weights write random text: with few tokens and matches of one, an n-gram still drafts at every step.
+    config = replace(SHAPES[shape], num_layers=num_layers, vocab_size=VOCAB_SIZE)
     loaded = make_random_model(config, PROMPT_LEN + new_tokens + 1, device)
     requests = [
         repetitive_request(f"d{index}", PROMPT_LEN, new_tokens, config.vocab_size, num_draft, seed=index)
         for index in range(num_prompts)
     ]
-    options: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 1024}
+    options: dict[str, Any] = {"max_num_seqs": 16, "max_num_batched_tokens": 1024, "prompt_lookup_min": 1}
     off = make_engine(shape, loaded, 0, **options)
     speculative = make_engine(shape, loaded, num_draft, **options)
     try:

@@ -45,7 +45,7 @@ from verifier_svc.sampling.state import SamplingState
 ASYNC_DEPTH = 2
 """Steps in flight of the asynchronous loop."""
 
-CUDA_PREFILL_BESIDE_DECODE = 384
+CUDA_PREFILL_BESIDE_DECODE = 256
 """Prompt tokens of a step in which other rows decode: with more, a long prompt makes all streams stutter."""
 
 

@@ -2,76 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from common.sampling_params import SamplingParams
 from outrider.llm import LLM
 from outrider.outputs import RequestOutput
 from tests.draft_methods import NoisyOracle, RandomDrafts
-from tests.tiny_models import ARCHITECTURES, EOS_TOKEN_ID, LLAMA3_ROPE, make_model
-
-VOCAB_SIZE = 320
-MAX_MODEL_LEN = 160
-
-# Only a few tokens can win, so that n-grams repeat and drafts are accepted, also at a high temperature.
-FEW_TOKENS = dict.fromkeys((40, 41, 42, 43, EOS_TOKEN_ID), 60.0) | {EOS_TOKEN_ID: 55.0}
-
-
-def everything(seed: int, temperature: float) -> SamplingParams:
-    """Every sampling parameter at once."""
-    return SamplingParams(
-        temperature=temperature,
-        top_p=0.95,
-        top_k=40,
-        min_p=0.005,
-        repetition_penalty=1.05,
-        presence_penalty=0.1,
-        frequency_penalty=0.02,
-        logit_bias=FEW_TOKENS,
-        bad_words=["()*", "+("],
-        bad_words_token_ids=((42, 42, 42),),
-        min_tokens=8,
-        max_tokens=44,
-        stop_token_ids=(77,),
-        stop=["))(()"],
-        seed=seed,
-        n=2,
-        logprobs=2,
-        prompt_logprobs=1,
-    )
-
-
-PARAMS = {
-    "greedy": SamplingParams(temperature=0, max_tokens=44, ignore_eos=True),
-    "random": SamplingParams(temperature=1.0, max_tokens=44, seed=3, logit_bias=FEW_TOKENS, ignore_eos=True),
-    "top-p": SamplingParams(temperature=0.7, top_p=0.9, max_tokens=44, seed=4, logit_bias=FEW_TOKENS),
-    "everything greedy": everything(5, 0.0),
-    "everything warm": everything(6, 0.8),
-    "everything hot": everything(7, 1.3),
-}
-
-
-def make_prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    prompts: list[list[int]] = []
-    for length in (1, 3, 15, 16, 17, 33, 64, 90):
-        piece = [rng.choice((40, 41, 42, 43, rng.randrange(256))) for _ in range(rng.randint(3, 12))]
-        prompts.append((piece * length)[:length])
-    return prompts
-
-
-def visible(outputs: list[RequestOutput]) -> list[Any]:
-    """All that a caller sees, but the draft statistics."""
-    return [
-        (o.token_ids, o.text, o.finish_reason, o.stop_reason, [list(entry) for entry in o.logprobs or []])
-        for output in outputs
-        for o in output.outputs
-    ]
+from tests.identity_workload import (
+    MAX_MODEL_LEN,
+    MIXED,
+    PARAMS,
+    PROMPTS,
+    VOCAB_SIZE,
+    greedy_of_transformers,
+    resume,
+    visible,
+)
+from tests.tiny_models import ARCHITECTURES, LLAMA3_ROPE, make_model
 
 
 def generate(directory: Path, params: list[SamplingParams], **options: Any) -> tuple[list[RequestOutput], LLM]:
@@ -86,10 +36,6 @@ def generate(directory: Path, params: list[SamplingParams], **options: Any) -> t
         pool = llm._engine.orchestrator.pool
         assert pool.num_free == pool.num_blocks - 1, "blocks were lost"
     return outputs, llm
-
-
-PROMPTS = make_prompts()
-MIXED = [PARAMS[name] for name in (*PARAMS, "random", "everything warm")]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +56,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "chunks of 16": {"max_num_batched_tokens": 16, "num_speculative_tokens": 2},
     "chunks of 16 sync": {"max_num_batched_tokens": 16, "num_speculative_tokens": 5, "async_scheduling": False},
     "no prefix cache": {"enable_prefix_caching": False},
+    "16 tokens of prompts beside decode": {"max_prefill_beside_decode": 16},
     "short n-grams": {"prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": 5},
 }
 
@@ -187,26 +134,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_output_is_that_of_transformers(tmp_path: Path, name: str) -> None:
-    import transformers
-
     architecture, overrides = MODELS[name]
     make_model(tmp_path, architecture, **overrides)
-    model = getattr(transformers, architecture).from_pretrained(tmp_path, dtype=torch.float32).eval()
     params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
     prompts = PROMPTS[2:7]
-    expected: list[list[int]] = []
-    for prompt in prompts:
-        with torch.inference_mode():
-            generated = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                do_sample=False,
-                max_new_tokens=32,
-                min_new_tokens=32,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        expected.append(generated[0, len(prompt) :].tolist())
+    expected = greedy_of_transformers(tmp_path, architecture, prompts, 32)
     for drafter in ("none", "ngram"):
         options: dict[str, Any] = {"skip_tokenizer_init": True, "max_num_seqs": 4, "drafter": drafter}
         with LLM(str(tmp_path), max_model_len=MAX_MODEL_LEN, **options) as llm:
@@ -216,24 +148,11 @@ def test_greedy_output_is_that_of_transformers(tmp_path: Path, name: str) -> Non
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_an_output_resumed_at_any_token_goes_on_the_same(tiny_llama: Path, name: str) -> None:
-    """What a client does when a verifier dies: prompt + received tokens, same parameters, same seed, another engine."""
-    from verifier_svc.front.admission import build_requests
-    from verifier_svc.front.output_stream import OutputStream
-
     params = PARAMS[name].model_copy(update={"n": 1, "prompt_logprobs": None})
     with LLM(str(tiny_llama), max_model_len=MAX_MODEL_LEN) as llm:
         whole = llm.generate(PROMPTS[3], params, use_tqdm=False)[0].outputs[0]
         for cut in range(1, len(whole.token_ids), 5):
             received = whole.token_ids[:cut]
-            (request,) = build_requests("r", PROMPTS[3] + received, params, llm._served, num_output_tokens=cut)
-            stream = OutputStream(request, llm._served.tokenizer)
-            engine = llm._engine
-            engine.add(request)
-            while stream.finish_reason is None:
-                for event in engine.step():
-                    tokens, reason = event.tokens, event.finish_reason
-                    stream.add(tokens, event.num_draft_tokens, event.num_accepted_tokens, reason, event.logprobs)
-            engine.abort("r")
-            engine.drain()
+            stream = resume(llm, PROMPTS[3], received, params)
             assert received + stream.token_ids == whole.token_ids
             assert (stream.text, str(stream.finish_reason)) == (whole.text, whole.finish_reason)
