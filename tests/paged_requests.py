@@ -12,7 +12,7 @@ from torch import Tensor
 from common.config import BLOCK_SIZE
 from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import KVCache
-from model_executor.models.decoder import AnyDecoder
+from model_executor.models.decoder import Decoder
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class PagedRequest:
 class PagedHarness:
     """Gives requests blocks from a shuffled pool and runs steps over them."""
 
-    def __init__(self, decoder: AnyDecoder, num_blocks: int = 128, seed: int = 0) -> None:
+    def __init__(self, decoder: Decoder, num_blocks: int = 128, seed: int = 0) -> None:
         self.decoder = decoder
         self.kv_cache = KVCache(decoder.config, num_blocks, decoder.dtype, decoder.device)
         self._free = list(range(1, num_blocks))

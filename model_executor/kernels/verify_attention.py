@@ -232,13 +232,9 @@ def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles
     """
     pairs = num_reqs * num_kv_heads
     num_splits = 16 if pairs <= 32 else max(1, min(16, 384 // pairs))
-    if head_dim <= 64:
-        return (
-            AttentionTiles(128, 4, 2, 16)
-            if pairs <= 32
-            else AttentionTiles(128, 4 if num_splits > 1 else 2, 3, num_splits)
-        )
-    return AttentionTiles(64, 8, 2, 16) if pairs <= 32 else AttentionTiles(64, 2, 4, num_splits)
+    if head_dim > 64:
+        return AttentionTiles(64, 8, 2, num_splits) if pairs <= 32 else AttentionTiles(64, 2, 4, num_splits)
+    return AttentionTiles(128, 4, 2, num_splits) if num_splits > 1 else AttentionTiles(128, 2, 3, num_splits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,29 +50,6 @@ class DecoderLayer:
         gate_up = self._gate_up(self._post_attention_norm(hidden))
         gate, up = gate_up.chunk(2, -1)
         return self._down(F.silu(gate).mul_(up)).add_(hidden)
-
-
-class AnyDecoder(Protocol):
-    """What a step needs of a decoder: `Decoder`, or `CudaDecoder` with the kernels of a GPU."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def attention(self) -> AttentionBackend[Any]: ...
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def forward(self, batch: ForwardBatch, kv_cache: KVCache, metadata: Any) -> Tensor: ...
-
-    def compute_logits(self, hidden: Tensor) -> Tensor: ...
 
 
 class Decoder:

@@ -66,19 +66,6 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def norm_heads_(qkv: Tensor, weight: Tensor, eps: float) -> None:
-    """RMS norm of the query and key heads, in place.
-
-    Args:
-        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim].
-        weight: [num_heads + num_kv_heads, head_dim].
-        eps: of the norm.
-    """
-    num_heads, head_dim = weight.shape
-    heads = qkv.view(qkv.shape[0], -1, head_dim)[:, :num_heads]
-    heads.copy_(F.rms_norm(heads, (head_dim,), None, eps) * weight)
-
-
 class RMSNorm:
     """Root mean square norm over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467).
 

@@ -12,7 +12,7 @@ from common.config import BLOCK_SIZE
 from common.errors import InvalidArgumentError
 from model_executor.attention.torch_backend import TorchAttentionBackend
 from model_executor.models.config import ModelConfig, load_model_config
-from model_executor.models.decoder import AnyDecoder, Decoder
+from model_executor.models.decoder import Decoder
 from model_executor.models.parameters import (
     DecoderParameters,
     allocate_parameters,
@@ -39,7 +39,7 @@ def load_model(
     device: torch.device | str = "cpu",
     max_model_len: int | None = None,
     progress: bool = True,
-) -> AnyDecoder:
+) -> Decoder:
     """`load_parameters` and `build_decoder`."""
     return build_decoder(load_parameters(directory, dtype, device, max_model_len, progress))
 
@@ -74,7 +74,7 @@ def load_parameters(
     return LoadedModel(config, parameters, length)
 
 
-def build_decoder(loaded: LoadedModel) -> AnyDecoder:
+def build_decoder(loaded: LoadedModel) -> Decoder:
     """A decoder for any batch; it may take the layers out of `loaded.parameters`."""
     config, parameters = loaded.config, loaded.parameters
     attention = TorchAttentionBackend(config.num_heads, config.num_kv_heads, BLOCK_SIZE, parameters.embed_tokens.dtype)

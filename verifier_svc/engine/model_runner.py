@@ -16,7 +16,7 @@ from model_executor.batch_builder import build_forward_batch
 from model_executor.drafting import DraftMethod
 from model_executor.forward_batch import ForwardBatch
 from model_executor.kv_cache import KVCache
-from model_executor.models.decoder import AnyDecoder
+from model_executor.models.decoder import Decoder
 from model_executor.row_state import RowState
 from verifier_svc.engine.prompt_logprobs import PromptChunk, PromptLogprobs
 from verifier_svc.engine.session_tracker import SessionTracker
@@ -66,7 +66,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, decoder: AnyDecoder, kv_cache: KVCache, rows: RowState, sampling: SamplingState, draft_method: DraftMethod
+        self, decoder: Decoder, kv_cache: KVCache, rows: RowState, sampling: SamplingState, draft_method: DraftMethod
     ) -> None:
         self._decoder = decoder
         self._kv_cache = kv_cache
