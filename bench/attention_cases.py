@@ -12,8 +12,8 @@ from torch import Tensor
 from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
 from common.config import BLOCK_SIZE
 from model_executor.kernels.prefill_attention import PrefillTiles, candidates, prefill_attention
-from model_executor.kernels.rotate_and_cache import rotate_and_cache
 from model_executor.kernels.verify_attention import make_split_workspace, verify_attention
+from model_executor.kernels.write_kv import write_kv
 from model_executor.models.rotary import rope_cos_sin
 
 
@@ -29,15 +29,16 @@ def prefill_attention_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
         size = f"{shape.name} {batch} x {query_len} tokens, context {context}"
         for tiles in candidates(shape.config.head_dim, shape.dtype):
             cut = f"{tiles.rows} x {tiles.tile}, {tiles.num_warps} warps, {tiles.num_stages} stages"
+            cut += f", {tiles.max_registers} registers" if tiles.max_registers else ""
             make = partial(_prefill_attention, shape, batch, query_len, context, tiles)
             yield Case("prefill_attention", f"{size}: {cut}", make)
         if not context:
             yield Case("torch sdpa", f"{size}: KV without blocks", partial(_sdpa, shape, batch, query_len))
 
 
-def rotate_and_cache_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+def write_kv_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
     size = f"{shape.name} {sizes.num_tokens} tokens"
-    yield Case("rotate_and_cache", size, partial(_rotate_and_cache, shape, sizes.num_tokens))
+    yield Case("write_kv", size, partial(_write_kv, shape, sizes.num_tokens))
 
 
 def _verify_attention(shape: Shape, batch: int, width: int, context: int, device: torch.device) -> Work:
@@ -80,9 +81,10 @@ def _prefill_attention(
     out = torch.empty(batch * query_len, shape.attended_size, dtype=shape.dtype, device=device)
     entries = torch.arange(batch, device=device)
     lens = torch.full((batch,), query_len, device=device)
+    cos_sin = rope_cos_sin(config.rope, config.head_dim, context + query_len).to(device)
     launch = partial(
-        prefill_attention, qkv, key, value, block_table, entries, entries * query_len, lens, lens + context, out,
-        config.num_heads, 4, tiles,
+        prefill_attention, qkv, cos_sin, key, value, block_table, entries, entries * query_len, lens, lens + context,
+        out, config.num_heads, 4, tiles,
     )  # fmt: skip
     return _attention_work(shape, batch, query_len, context, launch)
 
@@ -103,7 +105,7 @@ def _attention_work(shape: Shape, batch: int, query_len: int, context: int, laun
     return Work([launch], num_bytes, 4 * shape.attended_size * batch * causal_pairs(query_len, context))
 
 
-def _rotate_and_cache(shape: Shape, num_tokens: int, device: torch.device) -> Work:
+def _write_kv(shape: Shape, num_tokens: int, device: torch.device) -> Work:
     config = shape.config
     prompt_len = min(num_tokens, 1024)
     block_table = _block_table(num_tokens // prompt_len, prompt_len, device)
@@ -113,9 +115,8 @@ def _rotate_and_cache(shape: Shape, num_tokens: int, device: torch.device) -> Wo
     slots += positions % BLOCK_SIZE
     cos_sin = rope_cos_sin(config.rope, config.head_dim, prompt_len).to(device)
     qkv = _normal(num_tokens, shape.qkv_size, shape=shape, device=device)
-    kv_size = config.num_kv_heads * config.head_dim
-    num_bytes = num_tokens * (2 * (shape.attended_size + kv_size) + 3 * kv_size) * shape.dtype.itemsize
-    launch = partial(rotate_and_cache, qkv, positions, slots, cos_sin, key, value, config.num_heads)
+    num_bytes = 2 * num_tokens * shape.kv_token_bytes
+    launch = partial(write_kv, qkv, positions, slots, cos_sin, key, value, config.num_heads)
     return Work([launch], num_bytes)
 
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from bench.attention_cases import prefill_attention_cases, rotate_and_cache_cases, verify_attention_cases
+from bench.attention_cases import prefill_attention_cases, verify_attention_cases, write_kv_cases
 from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
 from model_executor.kernels.ngram_search import ngram_search
 from model_executor.kernels.rms_norm import rms_norm
@@ -98,7 +98,7 @@ def _ngram_search(sizes: Sizes, vocab_size: int, device: torch.device) -> Work:
 _PER_MODEL: tuple[Callable[[Shape, Sizes], Iterator[Case]], ...] = (
     verify_attention_cases,
     prefill_attention_cases,
-    rotate_and_cache_cases,
+    write_kv_cases,
     _silu_mul_cases,
     _rms_norm_cases,
     _product_cases,

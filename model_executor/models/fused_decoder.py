@@ -19,11 +19,11 @@ from model_executor.kernels.embed_tokens import embed_tokens
 from model_executor.kernels.norm_heads import norm_heads
 from model_executor.kernels.prefill_attention import prefill_attention
 from model_executor.kernels.rms_norm import rms_norm
-from model_executor.kernels.rotate_and_cache import rotate_and_cache
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_norm_input, small_gemm
 from model_executor.kernels.step_inputs import StepInputs
 from model_executor.kernels.verify_attention import SplitWorkspace, make_split_workspace, verify_attention
+from model_executor.kernels.write_kv import write_kv
 from model_executor.kv_cache import KVCache, LayerKV
 from model_executor.models.config import ModelConfig
 from model_executor.models.parameters import DecoderParameters, LayerParameters
@@ -229,8 +229,8 @@ class FusedDecoder:
         key, value = layer_kv.key, layer_kv.value
         batch = (block_table, inputs.idx_mapping, inputs.query_start, inputs.query_len, inputs.seq_lens, b.attended)
         if inputs.is_mixed:  # two kernels, each passes over the other's entries
-            rotate_and_cache(b.qkv, inputs.positions, inputs.slot_mapping, self._cos_sin, key, value, config.num_heads)
-            prefill_attention(b.qkv, key, value, *batch, config.num_heads, inputs.width)
+            write_kv(b.qkv, inputs.positions, inputs.slot_mapping, self._cos_sin, key, value, config.num_heads)
+            prefill_attention(b.qkv, self._cos_sin, key, value, *batch, config.num_heads, inputs.width)
         verify_attention(b.qkv, self._cos_sin, key, value, *batch, config.num_heads, inputs.width, b.workspace)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

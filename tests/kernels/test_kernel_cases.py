@@ -47,7 +47,7 @@ def test_bytes_and_flops(tiny_shape: Shape, device: torch.device) -> None:
     cases = cases_by_kernel(tiny_shape)
     num_bytes = {kernel: of_kernel[-1].make(device).num_bytes for kernel, of_kernel in cases.items()}
     assert num_bytes["verify_attention"] == 2 * (20 + 4) * 2 * 2 * 32 * 4
-    assert num_bytes["rotate_and_cache"] == 64 * ((4 + 2) * 2 + 3 * 2) * 32 * 4
+    assert num_bytes["write_kv"] == 2 * 64 * (2 + 2) * 32 * 4
     assert num_bytes["silu_mul"] == 64 * 96 * 3 * 4
     assert num_bytes["rms_norm"] == 2 * 64 * 64 * 4
     assert num_bytes["small_gemm"] == num_bytes["torch mm"] == 128 * 64 * 4

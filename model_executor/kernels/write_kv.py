@@ -1,12 +1,11 @@
-"""Rotary positions of queries and keys, and the KV write of prefill tokens, in one pass over their projections.
+"""Rotary positions of keys, and the KV write of prefill tokens, in one pass over their projections.
 
-The heads of all tokens are rows of one list, whatever token they belong to: a program takes a few rows, so that no lane
-is idle for any number of heads and all loads of a program are under way before its first store. Queries are rotated in
-place; keys too, and their rotated form goes to the cache with the values. `verify_attention` does the same itself for
-the tokens that have slot -1 here.
+The KV heads of all tokens are rows of one list, whatever token they belong to: a program takes a few rows, so that no
+lane is idle for any number of heads and all loads of a program are under way before its first store. Queries are
+rotated by `prefill_attention` as it loads them, and `verify_attention` does all of this for tokens with slot -1 here.
 
-Grid: tokens x heads / rows of a program. Bytes: one read and one write of queries and keys, one read of the values, one
-write of keys and values to the cache; cos and sin of a position are read once from memory and by each head from the L1.
+Grid: tokens x KV heads, those of keys and of values / rows of a program. Bytes: one read of keys and values, one write
+of both to the cache; cos and sin of a position are read once from memory and by each head from the L1.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -22,14 +21,14 @@ _ELEMENTS = 2048  # of each half, a program: 4 warps with two 16-byte accesses a
 
 
 @triton.jit
-def _rotate_and_cache_kernel(
+def _write_kv_kernel(
     qkv_ptr,  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
     positions_ptr,  # [num_tokens] int64
     slot_mapping_ptr,  # [num_tokens] int64; -1: not this kernel's
     cos_sin_ptr,  # [max_model_len, head_dim] float32: cos of the half dimensions, then sin
     key_ptr,  # [num_blocks, BLOCK_SIZE, num_kv_heads, head_dim]
     value_ptr,
-    num_rows,  # num_tokens * (num_heads + 2 * num_kv_heads)
+    num_rows,  # num_tokens * 2 * num_kv_heads
     block_stride,
     token_stride,
     head_stride,
@@ -42,41 +41,37 @@ def _rotate_and_cache_kernel(
     heads_each: tl.constexpr = num_heads + 2 * num_kv_heads
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = rows < num_rows
-    token = rows // heads_each
-    head = rows % heads_each
+    token = rows // (2 * num_kv_heads)
+    head = rows % (2 * num_kv_heads)
     slot = tl.load(slot_mapping_ptr + token, mask=is_row, other=-1)
     position = tl.load(positions_ptr + token, mask=is_row, other=0).to(tl.int64)
     is_mine = slot >= 0
-    is_rotated = is_mine & (head < num_heads + num_kv_heads)
-    is_key = is_rotated & (head >= num_heads)
-    is_value = is_mine & (head >= num_heads + num_kv_heads)
+    is_key = is_mine & (head < num_kv_heads)
+    is_value = is_mine & (head >= num_kv_heads)
 
     half = tl.arange(0, HALF)
-    place = qkv_ptr + rows.to(tl.int64)[:, None] * (2 * HALF) + half[None, :]
+    place = (token.to(tl.int64) * heads_each + num_heads + head) * (2 * HALF)
+    place = qkv_ptr + place[:, None] + half[None, :]
     angle = cos_sin_ptr + position[:, None] * (2 * HALF) + half[None, :]
     first = tl.load(place, mask=is_mine[:, None], other=0.0)
     second = tl.load(place + HALF, mask=is_mine[:, None], other=0.0)
-    cos = tl.load(angle, mask=is_rotated[:, None], other=1.0)
-    sin = tl.load(angle + HALF, mask=is_rotated[:, None], other=0.0)
-    dtype = qkv_ptr.dtype.element_ty
+    cos = tl.load(angle, mask=is_key[:, None], other=1.0)
+    sin = tl.load(angle + HALF, mask=is_key[:, None], other=0.0)
+    dtype = key_ptr.dtype.element_ty
     x = first.to(tl.float32)
     y = second.to(tl.float32)
-    rotated_first = (x * cos - y * sin).to(dtype)
-    rotated_second = (y * cos + x * sin).to(dtype)
-    tl.store(place, rotated_first, mask=is_rotated[:, None])
-    tl.store(place + HALF, rotated_second, mask=is_rotated[:, None])
 
     slot = tl.maximum(slot, 0).to(tl.int64)
-    kv_head = tl.where(head >= num_heads + num_kv_heads, head - num_heads - num_kv_heads, head - num_heads)
-    in_cache = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride + kv_head * head_stride
+    in_cache = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * token_stride
+    in_cache += (head % num_kv_heads) * head_stride
     in_cache = in_cache[:, None] + half[None, :]
-    tl.store(key_ptr + in_cache, rotated_first, mask=is_key[:, None])
-    tl.store(key_ptr + in_cache + HALF, rotated_second, mask=is_key[:, None])
+    tl.store(key_ptr + in_cache, (x * cos - y * sin).to(dtype), mask=is_key[:, None])
+    tl.store(key_ptr + in_cache + HALF, (y * cos + x * sin).to(dtype), mask=is_key[:, None])
     tl.store(value_ptr + in_cache, first, mask=is_value[:, None])
     tl.store(value_ptr + in_cache + HALF, second, mask=is_value[:, None])
 
 
-def rotate_and_cache(
+def write_kv(
     qkv: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -85,10 +80,10 @@ def rotate_and_cache(
     value: Tensor,
     num_heads: int,
 ) -> None:
-    """Rotate queries and keys in place, and write keys and values to the cache, of tokens with a slot.
+    """Write the rotated keys and the values of tokens with a slot to the cache.
 
     Args:
-        qkv: projections, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; updated.
+        qkv: projections, [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], contiguous; queries are not read.
         positions: [num_tokens] int64; read where there is a slot.
         slot_mapping: [num_tokens] int64, block * block_size + offset; -1: the token is left alone.
         cos_sin: [max_model_len, head_dim] float32; cos of head_dim / 2 angles, then sin (rotate-half layout).
@@ -96,9 +91,9 @@ def rotate_and_cache(
         num_heads: of the queries.
     """
     _, block_size, num_kv_heads, head_dim = key.shape
-    num_rows = qkv.shape[0] * (num_heads + 2 * num_kv_heads)
+    num_rows = qkv.shape[0] * 2 * num_kv_heads
     rows_each = max(1, _ELEMENTS // (head_dim // 2))
-    _rotate_and_cache_kernel[(triton.cdiv(num_rows, rows_each),)](
+    _write_kv_kernel[(triton.cdiv(num_rows, rows_each),)](
         qkv,
         positions,
         slot_mapping,
@@ -118,7 +113,7 @@ def rotate_and_cache(
     )
 
 
-def rotate_and_cache_ref(
+def write_kv_ref(
     qkv: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
@@ -126,16 +121,15 @@ def rotate_and_cache_ref(
     key: Tensor,
     value: Tensor,
     num_heads: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What qkv, key and value become, rotated in float64 and rounded to their dtype."""
+) -> tuple[Tensor, Tensor]:
+    """What key and value become; keys rotated in float64 and rounded to their dtype."""
     _, _, num_kv_heads, head_dim = key.shape
     mine = (slot_mapping >= 0).nonzero()[:, 0]  # [tokens with a slot]
-    heads = qkv.view(qkv.shape[0], -1, head_dim).clone()
+    heads = qkv.view(qkv.shape[0], -1, head_dim)[mine]
     key_slots, value_slots = (cache.flatten(0, 1).clone() for cache in (key, value))
     cos, sin = cos_sin[positions[mine], None].double().chunk(2, dim=-1)  # [tokens with a slot, 1, head_dim / 2]
-    first, second = heads[mine, : num_heads + num_kv_heads].double().chunk(2, dim=-1)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
-    heads[mine, : num_heads + num_kv_heads] = rotated
-    key_slots[slot_mapping[mine]] = rotated[:, num_heads:]
-    value_slots[slot_mapping[mine]] = heads[mine, num_heads + num_kv_heads :]
-    return heads.view_as(qkv), key_slots.view_as(key), value_slots.view_as(value)
+    first, second = heads[:, num_heads : num_heads + num_kv_heads].double().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    key_slots[slot_mapping[mine]] = rotated.to(key.dtype)
+    value_slots[slot_mapping[mine]] = heads[:, num_heads + num_kv_heads :]
+    return key_slots.view_as(key), value_slots.view_as(value)
