@@ -15,6 +15,7 @@ from common.errors import InvalidArgumentError, UnknownOptionError
 from common.logging import configure_logging, get_logger
 from common.options import OptionParser, add_options, log_options, resolve_options
 from common.validation import to_outrider_error
+from outrider.local import CUDA_PREFILL_BESIDE_DECODE
 
 
 class Options(BaseModel):
@@ -141,7 +142,7 @@ def test_help_of_the_steps_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--cuda-graphs {full,piecewise,none}" in text
     assert "steps with prompts are one between attentions; none: no graphs; default: full" in text
     assert "--max-prefill-beside-decode" in text
-    assert "None: 384 on a GPU, and no bound of its own on a CPU" in text
+    assert f"None: {CUDA_PREFILL_BESIDE_DECODE} on a GPU, and no bound of its own on a CPU" in text
     assert "--debug-step-path, --no-debug-step-path" in text
 
 

@@ -41,7 +41,7 @@ def test_every_number_of_tokens_has_a_mixed_step_that_is_not_much_larger(limit: 
     for num_tokens in range(1, limit + 1):
         smallest = next((count for count in counts if count >= num_tokens), None)
         assert smallest is not None, f"{num_tokens} tokens fit no step"
-        assert smallest - num_tokens < max(64, num_tokens / 4), f"a step of {smallest} for {num_tokens} tokens"
+        assert smallest - num_tokens < max(64, num_tokens / 3), f"a step of {smallest} for {num_tokens} tokens"
     assert len(counts) == 1 or counts[-2] < limit, "a step that no plan needs"
 
 
