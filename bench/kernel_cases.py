@@ -9,9 +9,11 @@ import torch
 
 from bench.attention_cases import prefill_attention_cases, verify_attention_cases, write_kv_cases
 from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
+from model_executor.kernels import rms_norm as norm
+from model_executor.kernels import silu_mul as silu
 from model_executor.kernels.ngram_search import ngram_search
-from model_executor.kernels.rms_norm import rms_norm
-from model_executor.kernels.silu_mul import silu_mul
+from model_executor.kernels.rms_norm import NormTiles, rms_norm
+from model_executor.kernels.silu_mul import SiluTiles, silu_mul
 from model_executor.kernels.small_gemm import small_gemm
 
 
@@ -54,25 +56,31 @@ def _product(
 
 
 def _rms_norm_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
-    yield Case("rms_norm", f"{shape.name} {sizes.num_tokens} tokens", partial(_rms_norm, shape, sizes))
+    for tiles in norm.candidates(shape.config.hidden_size):
+        if not tiles.last_first:  # makes no difference when nothing stands before and after it
+            size = f"{shape.name} {sizes.num_tokens} tokens: {tiles.num_warps} warps"
+            yield Case("rms_norm", size, partial(_rms_norm, shape, sizes, tiles))
 
 
-def _rms_norm(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
+def _rms_norm(shape: Shape, sizes: Sizes, tiles: NormTiles, device: torch.device) -> Work:
     hidden = shape.config.hidden_size
     x, out = (torch.randn(sizes.num_tokens, hidden, dtype=shape.dtype, device=device) for _ in range(2))
     weight = torch.ones(hidden, dtype=shape.dtype, device=device)
-    return Work([partial(rms_norm, x, weight, out, 1e-5)], 2 * x.numel() * x.element_size())
+    return Work([partial(rms_norm, x, weight, out, 1e-5, tiles)], 2 * x.numel() * x.element_size())
 
 
 def _silu_mul_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
-    yield Case("silu_mul", f"{shape.name} {sizes.num_tokens} tokens", partial(_silu_mul, shape, sizes))
+    for tiles in silu.candidates():
+        if not tiles.last_first:
+            size = f"{shape.name} {sizes.num_tokens} tokens: {tiles.columns} columns, {tiles.num_warps} warps"
+            yield Case("silu_mul", size, partial(_silu_mul, shape, sizes, tiles))
 
 
-def _silu_mul(shape: Shape, sizes: Sizes, device: torch.device) -> Work:
+def _silu_mul(shape: Shape, sizes: Sizes, tiles: SiluTiles, device: torch.device) -> Work:
     inner = shape.config.intermediate_size
     gate_up = torch.randn(sizes.num_tokens, 2 * inner, dtype=shape.dtype, device=device)
     out = torch.empty(sizes.num_tokens, inner, dtype=shape.dtype, device=device)
-    return Work([partial(silu_mul, gate_up, out)], 3 * out.numel() * out.element_size())
+    return Work([partial(silu_mul, gate_up, out, tiles)], 3 * out.numel() * out.element_size())
 
 
 def _ngram_search_cases(sizes: Sizes) -> Iterator[Case]:

@@ -7,6 +7,8 @@ Grid: one program a token. Bytes: one read and one write of [num_tokens, hidden]
 # Triton's launch syntax and its constexpr values have no types that pyright follows.
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch.nn.functional as F
 import triton
 import triton.language as tl
@@ -14,8 +16,10 @@ from torch import Tensor
 
 
 @triton.jit
-def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexpr):
+def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
+    if LAST_FIRST:
+        token = tl.num_programs(0) - 1 - token
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -24,7 +28,22 @@ def _rms_norm_kernel(x_ptr, weight_ptr, out_ptr, hidden, eps, BLOCK: tl.constexp
     tl.store(out_ptr + token * hidden + columns, (value * rstd * weight).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
+@dataclass(frozen=True, slots=True)
+class NormTiles:
+    """Warps of a program; whether the last tokens come first, as in `silu_mul`."""
+
+    num_warps: int
+    last_first: bool = False
+
+
+def candidates(hidden: int) -> list[NormTiles]:
+    """Tiles worth measuring: two, four or one 16-byte loads of bf16 a thread at 4096 columns."""
+    if hidden <= 2048:
+        return [NormTiles(4), NormTiles(8), NormTiles(2), NormTiles(4, True)]
+    return [NormTiles(8), NormTiles(4), NormTiles(16), NormTiles(8, True)]
+
+
+def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float, tiles: NormTiles | None = None) -> None:
     """out = norm(x) * weight.
 
     Args:
@@ -32,11 +51,20 @@ def rms_norm(x: Tensor, weight: Tensor, out: Tensor, eps: float) -> None:
         weight: [hidden].
         out: [num_tokens, hidden], written.
         eps: of the norm.
+        tiles: None: the first of the candidates.
     """
     num_tokens, hidden = x.shape
-    block = triton.next_power_of_2(hidden)
-    num_warps = 8 if block >= 4096 else 4
-    _rms_norm_kernel[(num_tokens,)](x, weight, out, hidden, eps, BLOCK=block, num_warps=num_warps)
+    tiles = tiles or candidates(hidden)[0]
+    _rms_norm_kernel[(num_tokens,)](
+        x,
+        weight,
+        out,
+        hidden,
+        eps,
+        BLOCK=triton.next_power_of_2(hidden),
+        LAST_FIRST=tiles.last_first,
+        num_warps=tiles.num_warps,
+    )
 
 
 def rms_norm_ref(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -6,17 +6,18 @@ import pytest
 import torch
 
 from model_executor.kernels.norm_heads import norm_heads, norm_heads_ref
-from model_executor.kernels.rms_norm import rms_norm, rms_norm_ref
-from model_executor.kernels.silu_mul import silu_mul, silu_mul_ref
+from model_executor.kernels.rms_norm import NormTiles, rms_norm, rms_norm_ref
+from model_executor.kernels.silu_mul import SiluTiles, silu_mul, silu_mul_ref
 from tests.kernels.test_small_gemm import relative_error, tolerance
 
 
 @pytest.mark.parametrize("hidden", [64, 200])
-def test_rms_norm(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
+@pytest.mark.parametrize("tiles", [None, NormTiles(2), NormTiles(4, True)], ids=str)
+def test_rms_norm(device: torch.device, dtype: torch.dtype, hidden: int, tiles: NormTiles | None) -> None:
     x = torch.randn(5, hidden, device=device, dtype=dtype)
     weight = torch.rand(hidden, device=device, dtype=dtype) + 0.5
     out = torch.full_like(x, float("nan"))
-    rms_norm(x, weight, out, 1e-5)
+    rms_norm(x, weight, out, 1e-5, tiles)
     assert relative_error(out, rms_norm_ref(x, weight, 1e-5)) < tolerance(dtype)
 
 
@@ -32,8 +33,9 @@ def test_norm_heads(device: torch.device, dtype: torch.dtype, num_heads: int) ->
     assert torch.equal(heads[:, num_heads:], before.view(5, 10, 32)[:, num_heads:])
 
 
-def test_silu_mul(device: torch.device, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("tiles", [None, SiluTiles(2048, 4), SiluTiles(512, 2, True)], ids=str)
+def test_silu_mul(device: torch.device, dtype: torch.dtype, tiles: SiluTiles | None) -> None:
     gate_up = torch.randn(3, 2 * 1500, device=device, dtype=dtype)
     out = torch.full((3, 1500), float("nan"), device=device, dtype=dtype)
-    silu_mul(gate_up, out)
+    silu_mul(gate_up, out, tiles)
     assert relative_error(out, silu_mul_ref(gate_up)) < tolerance(dtype)

@@ -15,6 +15,7 @@ from model_executor.kernels.prefill_attention import (
     max_query_blocks,
     prefill_attention,
     prefill_attention_ref,
+    tiles_for,
 )
 
 BLOCK_SIZE, MAX_BLOCKS, WIDTH = 16, 12, 4
@@ -98,6 +99,13 @@ def test_ragged_batches(device: torch.device, dtype: torch.dtype, shape: tuple[i
 )
 def test_every_way_to_cut(device: torch.device, tiles: PrefillTiles) -> None:
     Batch.make([150, 6], [30, 1], (4, 1, 128), HALF, device).check(tiles)
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_rows_never_get_larger_programs(head_dim: int, dtype: torch.dtype) -> None:
+    assert tiles_for(head_dim, dtype, 1 << 20) == candidates(head_dim, dtype)[0]
+    assert tiles_for(head_dim, dtype, 512 * 32).rows <= tiles_for(head_dim, dtype, 1 << 20).rows
 
 
 @pytest.mark.parametrize("query_lens", [[0], [0, 0], [1, 4, 4]])
