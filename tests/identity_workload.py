@@ -73,7 +73,7 @@ PROMPTS = make_prompts()
 MIXED = [PARAMS[name] for name in (*PARAMS, "random", "everything warm")]
 
 
-def visible(outputs: list[RequestOutput]) -> list[Any]:
+def visible(outputs: Sequence[RequestOutput]) -> list[Any]:
     """All that a caller sees, but the draft statistics."""
     return [
         (o.token_ids, o.text, o.finish_reason, o.stop_reason, [list(entry) for entry in o.logprobs or []])

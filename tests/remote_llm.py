@@ -14,7 +14,9 @@ from common.protos.outrider.v1 import drafter_pb2 as pb
 from common.sampling_params import SamplingParams
 from outrider.llm import LLM
 from tests.drafter_process import wait_until
+from verifier_svc.drafts.device_drafts import RemoteDeviceDrafts
 from verifier_svc.drafts.remote_drafts import RemoteDrafts
+from verifier_svc.engine.executor import InlineExecutor
 
 VOCAB_SIZE, MAX_MODEL_LEN, K = 320, 1024, 3
 LONG_TOKENS = 800
@@ -36,9 +38,11 @@ def tokens(llm: LLM, params: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-def drafts_of(llm: LLM) -> RemoteDrafts:
-    drafts = llm._engine._executor._runner._draft_method  # type: ignore[attr-defined]
-    assert isinstance(drafts, RemoteDrafts)
+def drafts_of(llm: LLM) -> RemoteDrafts | RemoteDeviceDrafts:
+    """Of steps on a CPU, or of those that choose their drafts on a GPU."""
+    executor = llm._engine.executor
+    drafts = executor._runner._draft_method if isinstance(executor, InlineExecutor) else executor._drafts  # type: ignore[attr-defined]
+    assert isinstance(drafts, RemoteDrafts | RemoteDeviceDrafts)
     return drafts
 
 

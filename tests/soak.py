@@ -54,6 +54,7 @@ def with_few_blocks(engine: Engine, config: EngineConfig, num_blocks: int) -> En
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_waiting=config.max_num_waiting,
+        max_prefill_beside_decode=engine.orchestrator._max_prefill_beside_decode,
     )
     return Engine(orchestrator, engine._executor, engine._depth)
 
