@@ -166,10 +166,10 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[PrefillTiles]:
         return [PrefillTiles(128, 64, 8, 2), PrefillTiles(128, 32, 8, 3)]
     tiles = [
         PrefillTiles(128, 64, 8, 2, 128),
-        PrefillTiles(64, 64, 4, 2),
+        PrefillTiles(64, 64, 4, 3, 168),
         PrefillTiles(128, 64, 4, 2, 255),
         PrefillTiles(128, 32, 8, 3, 128),
-        PrefillTiles(64, 64, 4, 3, 168),
+        PrefillTiles(64, 64, 4, 2),
         PrefillTiles(128, 64, 8, 3),
         PrefillTiles(128, 128, 8, 2),
     ]
@@ -180,7 +180,11 @@ def candidates(head_dim: int, dtype: torch.dtype) -> list[PrefillTiles]:
 
 def tiles_for(head_dim: int, dtype: torch.dtype, num_rows: int) -> PrefillTiles:
     """The first of the candidates for `num_rows` = tokens x heads; with too few for two programs a multiprocessor, the
-    second, whose programs are half as large."""
+    second, whose programs are half as large.
+
+    Measured on an H200 in bfloat16. 8B shape: 201 us for 8 x 1024 tokens and 619 us for 2 x 4096 (342 and 444 TFLOP/s)
+    with the first, 84 us for 512 tokens behind 3584 with the second (the first takes 109). 1B shape: 128, 370 and 57.
+    """
     tiles = candidates(head_dim, dtype)
     return tiles[num_rows < _MANY_ROWS and len(tiles) > 2]
 
