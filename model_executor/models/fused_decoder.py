@@ -35,13 +35,14 @@ class StepBuffers:
     """Activations of a step of T tokens and P places to sample. Steps run one after the other and share them."""
 
     stream: Tensor  # [T, hidden]
-    normed: Tensor  # [T, hidden], after the last layer the hidden state of every token
+    normed: Tensor  # [T, hidden], after the last layer the hidden state of every token, where all are asked for
     qkv: Tensor  # [T, (num_heads + 2 * num_kv_heads) * head_dim]
     attended: Tensor  # [T, num_heads * head_dim]
     projected: Tensor  # [T, hidden], of the fused way
     gate_up: Tensor  # [T, 2 * intermediate_size]
     activated: Tensor  # [T, intermediate_size]
-    sampled: Tensor  # [P, hidden], of a mixed step
+    sampled: Tensor  # [P, hidden], of a mixed step: the stream of the tokens that it samples behind
+    sampled_attended: Tensor  # [P, num_heads * head_dim]
     logits: Tensor  # [P, vocab_size]
     before_attention: NormInput
     before_mlp: NormInput
@@ -58,6 +59,7 @@ class StepBuffers:
             self.gate_up[:num_tokens],
             self.activated[:num_tokens],
             self.sampled[:num_places],
+            self.sampled_attended[:num_places],
             self.logits[:num_places],
             self.before_attention,
             self.before_mlp,
@@ -122,6 +124,7 @@ class FusedDecoder:
             gate_up=empty(max_tokens, 2 * config.intermediate_size),
             activated=empty(max_tokens, config.intermediate_size),
             sampled=empty(max_places, config.hidden_size),
+            sampled_attended=empty(max_places, config.num_heads * config.head_dim),
             logits=empty(max_places, config.vocab_size),
             before_attention=make_norm_input(config.hidden_size, self.dtype, self.device),
             before_mlp=make_norm_input(config.hidden_size, self.dtype, self.device),
@@ -136,7 +139,12 @@ class FusedDecoder:
         )
 
     def pieces(
-        self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, buffers: StepBuffers
+        self,
+        inputs: StepInputs,
+        block_table: Tensor,
+        kv_cache: KVCache,
+        buffers: StepBuffers,
+        keeps_hidden: bool = False,
     ) -> list[Callable[[], None]]:
         """A forward pass as calls to be made in order: every second one is attention, and no other reads the KV cache.
 
@@ -146,22 +154,30 @@ class FusedDecoder:
             inputs: of the step.
             block_table: [R, max_blocks].
             kv_cache: of this model.
-            buffers: of this size.
+            buffers: of the largest step.
+            keeps_hidden: leave the hidden state of every token in `buffers.normed`. Otherwise a mixed step computes
+                what comes after the last attention only for the tokens that it samples behind: a 32nd of 32 layers.
         """
-        layers = kv_cache.layers
+        num_places = inputs.sample_index.shape[0]
+        b = buffers.first(inputs.input_ids.shape[0], num_places)
         if not inputs.is_mixed and inputs.input_ids.shape[0] <= MAX_TOKENS and self._can_fuse:
-            return [partial(self._forward_fused, inputs, block_table, kv_cache, buffers)]
-        pieces: list[Callable[[], None]] = [partial(self._enter, inputs, buffers)]
-        for index, (layer, layer_kv) in enumerate(zip(self._layers, layers, strict=True)):
-            pieces.append(partial(self._attend, layer, layer_kv, inputs, block_table, buffers))
-            pieces.append(partial(self._leave_layer, index, layer, inputs, buffers))
+            return [partial(self._forward_fused, inputs, block_table, kv_cache, b)]
+        pieces: list[Callable[[], None]] = [partial(self._enter, inputs, b)]
+        for index, (layer, layer_kv) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
+            pieces.append(partial(self._attend, layer, layer_kv, inputs, block_table, b))
+            if index + 1 < len(self._layers):
+                pieces.append(partial(self._between_attentions, layer, self._layers[index + 1], b))
+            elif inputs.is_mixed and not keeps_hidden:
+                pieces.append(partial(self._leave_sampled, layer, inputs, b, buffers.first(num_places, num_places)))
+            else:
+                pieces.append(partial(self._leave, layer, inputs, b))
         return pieces
 
     def forward(self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, buffers: StepBuffers) -> Tensor:
         """All pieces at once: logits of every place, [num_reqs * width, vocab_size]."""
         for piece in self.pieces(inputs, block_table, kv_cache, buffers):
             piece()
-        return buffers.logits
+        return buffers.logits[: inputs.sample_index.shape[0]]
 
     def _forward_fused(self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, b: StepBuffers) -> None:
         eps, parameters = self.config.rms_norm_eps, self._parameters
@@ -203,22 +219,36 @@ class FusedDecoder:
         rms_norm(b.stream, layer.input_norm, b.normed, self.config.rms_norm_eps)
         _matmul(b.normed, layer.qkv, layer.qkv_bias, b.qkv)
 
-    def _leave_layer(self, index: int, layer: LayerParameters, inputs: StepInputs, b: StepBuffers) -> None:
-        """From one attention to the next, or to the logits."""
-        eps = self.config.rms_norm_eps
-        _add_matmul(b.attended, layer.o, layer.o_bias, b.stream)
-        rms_norm(b.stream, layer.post_attention_norm, b.normed, eps)
+    def _leave_layer(self, layer: LayerParameters, attended: Tensor, stream: Tensor, b: StepBuffers) -> None:
+        """What a layer does after its attention: `stream` goes on to the next one."""
+        _add_matmul(attended, layer.o, layer.o_bias, stream)
+        rms_norm(stream, layer.post_attention_norm, b.normed, self.config.rms_norm_eps)
         _matmul(b.normed, layer.gate_up, layer.gate_up_bias, b.gate_up)
         silu_mul(b.gate_up, b.activated)
-        _add_matmul(b.activated, layer.down, layer.down_bias, b.stream)
-        if index + 1 < len(self._layers):
-            self._enter_layer(self._layers[index + 1], b)
-            return
-        rms_norm(b.stream, self._parameters.final_norm, b.normed, eps)
+        _add_matmul(b.activated, layer.down, layer.down_bias, stream)
+
+    def _between_attentions(self, layer: LayerParameters, next_layer: LayerParameters, b: StepBuffers) -> None:
+        self._leave_layer(layer, b.attended, b.stream, b)
+        self._enter_layer(next_layer, b)
+
+    def _leave(self, layer: LayerParameters, inputs: StepInputs, b: StepBuffers) -> None:
+        """From the last attention to the logits, for all tokens."""
+        parameters = self._parameters
+        self._leave_layer(layer, b.attended, b.stream, b)
+        rms_norm(b.stream, parameters.final_norm, b.normed, self.config.rms_norm_eps)
         hidden = b.normed
         if inputs.is_mixed:
             hidden = torch.index_select(b.normed, 0, inputs.sample_index, out=b.sampled)
-        _matmul(hidden, self._parameters.lm_head, None, b.logits)
+        _matmul(hidden, parameters.lm_head, None, b.logits)
+
+    def _leave_sampled(self, layer: LayerParameters, inputs: StepInputs, b: StepBuffers, sampled: StepBuffers) -> None:
+        """The same for the tokens that are sampled behind, in buffers of that many tokens."""
+        parameters = self._parameters
+        attended = torch.index_select(b.attended, 0, inputs.sample_index, out=sampled.sampled_attended)
+        stream = torch.index_select(b.stream, 0, inputs.sample_index, out=sampled.sampled)
+        self._leave_layer(layer, attended, stream, sampled)
+        rms_norm(stream, parameters.final_norm, sampled.normed, self.config.rms_norm_eps)
+        _matmul(sampled.normed, parameters.lm_head, None, sampled.logits)
 
     def _attend(
         self, layer: LayerParameters, layer_kv: LayerKV, inputs: StepInputs, block_table: Tensor, b: StepBuffers

@@ -63,8 +63,7 @@ def test_logits_and_kv_equal_the_plain_decoder(
         inputs.num_tokens.copy_(num_tokens)
         inputs.draft_len.fill_(draft_len)
         build_step_inputs(rows, inputs)
-        step = buffers.first(inputs.input_ids.shape[0], num_places)
-        return fused.forward(inputs, rows.block_table, caches[1], step).view(num_reqs, width, -1)
+        return fused.forward(inputs, rows.block_table, caches[1], buffers).view(num_reqs, width, -1)
 
     def compare_kv() -> None:
         # Block 0 is a dummy: what stands in the others must be the same.
@@ -77,6 +76,12 @@ def test_logits_and_kv_equal_the_plain_decoder(
     logits = run(mixed, lengths, 0)
     torch.testing.assert_close(logits[:, 0].float(), expected[lengths.cumsum(0) - 1], atol=2e-4, rtol=1e-4)
     compare_kv()
+    for piece in fused.pieces(mixed, rows.block_table, caches[1], buffers, keeps_hidden=True):
+        piece()
+    hidden = buffers.normed[: int(lengths.sum())]
+    torch.testing.assert_close(fused.compute_logits(hidden), expected, atol=2e-4, rtol=1e-4)
+    logits = buffers.logits.view(num_reqs, width, -1)
+    torch.testing.assert_close(logits[:, 0].float(), expected[lengths.cumsum(0) - 1], atol=2e-4, rtol=1e-4)
     # Then a token and its drafts, in either layout.
     rows.num_computed_tokens.copy_(lengths)
     rows.committed_len.copy_(lengths + 1)

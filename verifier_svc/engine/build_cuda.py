@@ -28,6 +28,7 @@ from verifier_svc.sampling.state import SamplingState
 MAX_CAPTURED_TOKENS = 1024
 """Mixed steps up to this many tokens are graphs. Larger ones keep the device busy for longer than a launch takes."""
 
+
 @dataclass(frozen=True, slots=True)
 class CudaEngineParts:
     """What an engine on a CUDA device is made of."""
@@ -144,9 +145,14 @@ def _captured_shapes(config: EngineConfig, num_draft: int) -> list[StepShape]:
 
 
 def _eager_shapes(config: EngineConfig, num_draft: int) -> list[StepShape]:
-    """Mixed steps that are too large to be worth a graph."""
-    large = [count for count in _token_counts(config) if count > MAX_CAPTURED_TOKENS]
-    return [StepShape(config.max_num_seqs, num_draft, count, plain) for count in large for plain in (True, False)]
+    """Mixed steps too large to be worth a graph, and those for log probabilities of prompts, which are rare."""
+    return [
+        StepShape(config.max_num_seqs, num_draft, count, is_plain, keeps_hidden)
+        for count in _token_counts(config)
+        for is_plain in (True, False)
+        for keeps_hidden in (False, True)
+        if keeps_hidden or count > MAX_CAPTURED_TOKENS
+    ]
 
 
 def _token_counts(config: EngineConfig) -> list[int]:
@@ -163,7 +169,7 @@ def _token_counts(config: EngineConfig) -> list[int]:
 
 def _measure_graphs(config: EngineConfig, parts: StepParts, shapes: Sequence[StepShape]) -> int:
     """Bytes that all graphs will take, judged by three of them; and every kernel has run once after this."""
-    for shape in _eager_shapes(config, max(shape.num_draft for shape in shapes))[-2:]:
+    for shape in _eager_shapes(config, max(shape.num_draft for shape in shapes))[-4:]:
         DeviceStep(shape, parts).run_idle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

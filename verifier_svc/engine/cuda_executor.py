@@ -185,13 +185,15 @@ class CudaExecutor:
         rows, most = plan.rows, self._max_draft
         num_draft = min(most, max(planned.max_draft_tokens for planned in rows))
         num_tokens = 0  # of a mixed step
-        if any(planned.num_tokens > 1 for planned in rows) or self._wants_prompt_logprobs(plan):
+        keeps_hidden = self._wants_prompt_logprobs(plan)
+        if keeps_hidden or any(planned.num_tokens > 1 for planned in rows):
             num_tokens = sum(planned.num_tokens + min(most, planned.max_draft_tokens) for planned in rows)
         is_plain = self._sampling.is_plain(planned.row for planned in rows)
         for step in self._steps:
             shape = step.shape
             if (
                 shape.is_plain == is_plain
+                and shape.keeps_hidden == keeps_hidden
                 and (shape.num_tokens is None) == (num_tokens == 0)
                 and shape.num_draft >= num_draft
                 and shape.num_reqs >= len(rows)

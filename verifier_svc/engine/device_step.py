@@ -40,6 +40,8 @@ class StepShape:
     """T of a step with chunks of prompts; None: every row decodes."""
     is_plain: bool
     """Rows sample by temperature alone."""
+    keeps_hidden: bool = False
+    """`DeviceStep.hidden` is that of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,9 @@ class DeviceStep:
         # The calls know nothing of this object: an engine that is let go of gives its memory back at once.
         body = _Body(shape, parts, self.inputs, self._buffers)
         self.outcome = body.outcome  # [num_reqs, OUTCOME_HEADER + width]
-        pieces = parts.decoder.pieces(self.inputs, parts.rows.block_table, parts.kv_cache, self._buffers)
+        pieces = parts.decoder.pieces(
+            self.inputs, parts.rows.block_table, parts.kv_cache, parts.buffers, shape.keeps_hidden
+        )
         self._calls: Sequence[Callable[[], None]] = [partial(body.whole, pieces[0])]
         """In order; those with an odd index are attention."""
         if len(pieces) > 1:
@@ -147,7 +151,7 @@ class DeviceStep:
 
     @property
     def hidden(self) -> Tensor:
-        """Hidden states of all tokens of a mixed step, [T, hidden]; those of the last step that ran."""
+        """Hidden states of all tokens, [T, hidden], of a step that keeps them; those of the last step that ran."""
         return self._buffers.normed
 
     def run_idle(self) -> None:

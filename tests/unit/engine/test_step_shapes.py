@@ -54,9 +54,10 @@ def test_every_plan_has_a_step(max_num_seqs: int, num_draft: int, limit: int) ->
     every = captured + eager
     assert len(set(every)) == len(every)
 
-    def fits(num_reqs: int, drafts: int, num_tokens: int | None, is_plain: bool) -> bool:
+    def fits(num_reqs: int, drafts: int, num_tokens: int | None, is_plain: bool, keeps_hidden: bool = False) -> bool:
         return any(
             shape.is_plain == is_plain
+            and shape.keeps_hidden == keeps_hidden
             and shape.num_reqs >= num_reqs
             and shape.num_draft >= drafts
             and (shape.num_tokens or 0) >= (num_tokens or 0)
@@ -69,21 +70,24 @@ def test_every_plan_has_a_step(max_num_seqs: int, num_draft: int, limit: int) ->
             for drafts in range(num_draft + 1):
                 assert fits(num_reqs, drafts, None, is_plain)
                 assert fits(num_reqs, drafts, limit, is_plain)
+                assert fits(num_reqs, drafts, limit, is_plain, keeps_hidden=True)
 
 
 def test_decode_steps_are_graphs_for_powers_of_two_with_and_without_drafts() -> None:
     captured, eager = shapes(make_config(max_num_seqs=6, max_num_batched_tokens=64), 3)
     decode = {(shape.num_reqs, shape.num_draft) for shape in captured if shape.num_tokens is None}
     assert decode == {(size, k) for size in (1, 2, 4, 6) for k in (0, 3)}
-    assert eager == []
+    assert all(shape.keeps_hidden for shape in eager)
 
 
 def test_large_mixed_steps_are_no_graphs() -> None:
     from verifier_svc.engine.build_cuda import MAX_CAPTURED_TOKENS
 
     captured, eager = shapes(make_config(max_num_batched_tokens=4096), 3)
-    assert eager
-    assert all(shape.num_tokens is not None and shape.num_tokens > MAX_CAPTURED_TOKENS for shape in eager)
+    large = [shape for shape in eager if not shape.keeps_hidden]
+    assert large
+    assert all(shape.num_tokens is not None and shape.num_tokens > MAX_CAPTURED_TOKENS for shape in large)
+    assert not any(shape.keeps_hidden for shape in captured)
     assert all(shape.num_tokens is None or shape.num_tokens <= MAX_CAPTURED_TOKENS for shape in captured)
     assert max(shape.num_tokens or 0 for shape in captured) == MAX_CAPTURED_TOKENS
 
