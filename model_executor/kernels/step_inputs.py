@@ -43,7 +43,7 @@ class StepInputs:
     num_samples: Tensor  # [B] int64, places to sample: draft_len + 1, or 0 for a chunk that does not end its prefill
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
-    slot_mapping: Tensor  # [T] int64, where KV of entries longer than `width` goes; -1 for all other tokens
+    slot_mapping: Tensor  # [T] int64, of a mixed step: where KV of each token goes; -1 for padding
     sample_index: Tensor  # [B * width] int64, token of each place to sample; 0 for places not in use
 
 
@@ -150,10 +150,9 @@ def _step_inputs_kernel(
     token = tl.load(token_ids_ptr + row * row_stride + position, mask=is_query, other=0).to(tl.int64)
     if MIXED:
         block = tl.load(block_table_ptr + row * block_stride + position // BLOCK_SIZE, mask=is_query, other=0)
-        slot = tl.where(query_len > WIDTH, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
         tl.store(input_ids_ptr + start + offset, token, mask=is_query)
         tl.store(positions_ptr + start + offset, position, mask=is_query)
-        tl.store(slot_mapping_ptr + start + offset, slot, mask=is_query)
+        tl.store(slot_mapping_ptr + start + offset, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_query)
     else:
         tl.store(input_ids_ptr + start + offset, token, mask=offset < WIDTH)
     if tl.program_id(1) == 0:
@@ -226,7 +225,6 @@ def build_step_inputs_ref(rows: RowState, inputs: StepInputs) -> None:
         inputs.input_ids[part] = rows.token_ids[row, positions].long()
         if inputs.is_mixed:
             inputs.positions[part] = positions
-        if inputs.is_mixed and query_len > inputs.width:
             blocks = rows.block_table[row, positions // rows.block_size]
             inputs.slot_mapping[part] = blocks * rows.block_size + positions % rows.block_size
         samples = query_len > 0 and first + count >= int(rows.committed_len[row])

@@ -85,6 +85,7 @@ def _verify_attention_kernel(
     TILE: tl.constexpr,  # KV tokens of a tile
     num_splits: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    WRITES_KV: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -147,21 +148,23 @@ def _verify_attention_kernel(
         is_new = new < query_len
         new_position = context + new
         k_offset = (start + new) * qkv_stride + (num_heads + head) * HEAD_DIM
-        block = tl.load(table + new_position // BLOCK_SIZE, mask=is_new, other=0).to(tl.int64)
-        slot = block * block_stride + (new_position % BLOCK_SIZE) * token_stride + head * head_stride
-        place = slot[:, None] + dim0[None, :]
         v_place = qkv_ptr + (k_offset + num_kv_heads * HEAD_DIM)[:, None] + dim0[None, :]
         k0 = _load_rotated(qkv_ptr, k_offset, new_position, cos_sin_ptr, is_new, dim0, HEAD_DIM).to(dtype)
         v0 = tl.load(v_place, mask=is_new[:, None], other=0.0).to(dtype)
-        tl.store(key_ptr + place, k0, mask=is_new[:, None])
-        tl.store(value_ptr + place, v0, mask=is_new[:, None])
+        if WRITES_KV:
+            block = tl.load(table + new_position // BLOCK_SIZE, mask=is_new, other=0).to(tl.int64)
+            slot = block * block_stride + (new_position % BLOCK_SIZE) * token_stride + head * head_stride
+            place = slot[:, None] + dim0[None, :]
+            tl.store(key_ptr + place, k0, mask=is_new[:, None])
+            tl.store(value_ptr + place, v0, mask=is_new[:, None])
         k1 = k0
         v1 = v0
         if two:
             k1 = _load_rotated(qkv_ptr, k_offset, new_position, cos_sin_ptr, is_new, dim1, HEAD_DIM).to(dtype)
             v1 = tl.load(v_place + CHUNK, mask=is_new[:, None], other=0.0).to(dtype)
-            tl.store(key_ptr + place + CHUNK, k1, mask=is_new[:, None])
-            tl.store(value_ptr + place + CHUNK, v1, mask=is_new[:, None])
+            if WRITES_KV:
+                tl.store(key_ptr + place + CHUNK, k1, mask=is_new[:, None])
+                tl.store(value_ptr + place + CHUNK, v1, mask=is_new[:, None])
         allowed = is_row[:, None] & (new[None, :] <= row_token[:, None]) & is_new[None, :]
         row_max, row_sum, acc0, acc1 = _attend_tile(
             q0, q1, tl.trans(k0), tl.trans(k1), v0, v1, allowed, row_max, row_sum, acc0, acc1, scale, two
@@ -289,6 +292,7 @@ def verify_attention(
     num_heads: int,
     max_query_len: int,
     workspace: SplitWorkspace,
+    writes_kv: bool = True,
 ) -> None:
     """Attention of requests with at most `max_query_len` query tokens; lengths are read on the device.
 
@@ -305,6 +309,7 @@ def verify_attention(
         num_heads: of the queries.
         max_query_len: K + 1.
         workspace: of `make_split_workspace` for at least this batch.
+        writes_kv: False: somebody else writes the KV of the query tokens, and before this.
     """
     _, block_size, num_kv_heads, head_dim = key.shape
     group = num_heads // num_kv_heads
@@ -341,6 +346,7 @@ def verify_attention(
         TILE=tiles.tile,
         num_splits=tiles.num_splits,
         MAX_SPLITS=triton.next_power_of_2(tiles.num_splits),
+        WRITES_KV=writes_kv,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

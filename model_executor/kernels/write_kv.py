@@ -1,8 +1,8 @@
-"""Rotary positions of keys, and the KV write of prefill tokens, in one pass over their projections.
+"""Rotary positions of keys, and the KV write of a mixed step's tokens, in one pass over their projections.
 
 The KV heads of all tokens are rows of one list, whatever token they belong to: a program takes a few rows, so that no
 lane is idle for any number of heads and all loads of a program are under way before its first store. Queries are
-rotated by `prefill_attention` as it loads them, and `verify_attention` does all of this for tokens with slot -1 here.
+rotated by the attention kernels as they load them.
 
 Grid: tokens x KV heads, those of keys and of values / rows of a program. Bytes: one read of keys and values, one write
 of both to the cache; cos and sin of a position are read once from memory and by each head from the L1.

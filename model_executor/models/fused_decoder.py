@@ -258,10 +258,22 @@ class FusedDecoder:
             norm_heads(b.qkv, layer.qk_norm, config.rms_norm_eps)
         key, value = layer_kv.key, layer_kv.value
         batch = (block_table, inputs.idx_mapping, inputs.query_start, inputs.query_len, inputs.seq_lens, b.attended)
-        if inputs.is_mixed:  # two kernels, each passes over the other's entries
+        if inputs.is_mixed:
+            # All KV first: a request may share blocks that another one fills in this very step. Then two kernels, each
+            # of which passes over the other's entries.
             write_kv(b.qkv, inputs.positions, inputs.slot_mapping, self._cos_sin, key, value, config.num_heads)
             prefill_attention(b.qkv, self._cos_sin, key, value, *batch, config.num_heads, inputs.width)
-        verify_attention(b.qkv, self._cos_sin, key, value, *batch, config.num_heads, inputs.width, b.workspace)
+        verify_attention(
+            b.qkv,
+            self._cos_sin,
+            key,
+            value,
+            *batch,
+            config.num_heads,
+            inputs.width,
+            b.workspace,
+            writes_kv=not inputs.is_mixed,
+        )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Logits of hidden states, [n, hidden] -> [n, vocab_size] float32: for log probabilities of a prompt."""

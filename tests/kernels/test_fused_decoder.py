@@ -90,3 +90,31 @@ def test_logits_and_kv_equal_the_plain_decoder(
         logits = run(inputs, torch.ones_like(lengths), width - 1)
         torch.testing.assert_close(logits.float(), expected, atol=2e-4, rtol=1e-4)
         compare_kv()
+
+
+def test_blocks_that_one_entry_fills_are_read_by_another_in_the_same_step(tmp_path: Path, device: torch.device) -> None:
+    """A prompt that is admitted twice in one step: the second request shares the blocks that the first one fills."""
+    make_model(tmp_path, "LlamaForCausalLM", head_dim=32)
+    loaded = load_parameters(tmp_path, "float32", device, MAX_LEN, progress=False)
+    config = loaded.config
+    fused = FusedDecoder(config, loaded.parameters, list(loaded.parameters.layers), MAX_LEN)
+    width, max_tokens = 4, 64
+    buffers = fused.make_buffers(max_tokens, 2 * width, 2, width)
+    prompt = torch.randint(0, config.vocab_size, (24,)).tolist()
+    logits: list[torch.Tensor] = []
+    for first in (0, 14):  # tokens that an earlier step has computed: the rest of the block is a chunk of 16 or of 2
+        kv_cache = KVCache(config, 4, torch.float32, device)
+        rows = RowState(2, MAX_LEN, 16, device)
+        mixed = make_step_inputs(2, width - 1, device, max_tokens)
+        steps = [([0, 16], [16, 8])] if first == 0 else [([0, 0], [14, 0]), ([14, 16], [2, 8])]
+        for row in range(2):
+            rows.set_row(row, prompt, len(prompt), 0, MAX_LEN)
+            rows.append_blocks(row, 0, [1, 2 + row])
+        for computed, counts in steps:
+            rows.num_computed_tokens.copy_(torch.tensor(computed))
+            mixed.idx_mapping.copy_(torch.tensor([0, 1]))
+            mixed.num_tokens.copy_(torch.tensor(counts))
+            build_step_inputs(rows, mixed)
+            found = fused.forward(mixed, rows.block_table, kv_cache, buffers)
+        logits.append(found[width].clone())  # the second row's
+    torch.testing.assert_close(logits[1], logits[0], atol=2e-4, rtol=1e-4)

@@ -186,7 +186,8 @@ class CudaExecutor:
         num_draft = min(most, max(planned.max_draft_tokens for planned in rows))
         num_tokens = 0  # of a mixed step
         keeps_hidden = self._wants_prompt_logprobs(plan)
-        if keeps_hidden or any(planned.num_tokens > 1 for planned in rows):
+        # A new row may share blocks that another one fills in this step: a mixed step writes them before it reads.
+        if keeps_hidden or plan.new_rows or any(planned.num_tokens > 1 for planned in rows):
             num_tokens = sum(planned.num_tokens + min(most, planned.max_draft_tokens) for planned in rows)
         is_plain = self._sampling.is_plain(planned.row for planned in rows)
         for step in self._steps:
