@@ -76,7 +76,7 @@ def test_same_tokens(model: Path, expected: tuple[list[list[int]], list[int]], o
             assert stats.drafters[0].num_row_errors == 0
             if options.get("draft_deadline") != 0.0:
                 assert stats.num_branches_used > 0
-                assert stats.drafters[0].num_accepted_tokens > 50
+                assert stats.drafters[0].num_accepted_tokens > 10
             check_steps_are_graphs(llm)
             wait_until_idle(drafter.address, num_streams=1)
         wait_until_idle(drafter.address)
