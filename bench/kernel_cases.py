@@ -9,6 +9,7 @@ import torch
 
 from bench.attention_cases import prefill_attention_cases, verify_attention_cases, write_kv_cases
 from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
+from bench.sampling_cases import sampling_cases
 from model_executor.kernels import rms_norm as norm
 from model_executor.kernels import silu_mul as silu
 from model_executor.kernels.ngram_search import ngram_search
@@ -110,6 +111,7 @@ _PER_MODEL: tuple[Callable[[Shape, Sizes], Iterator[Case]], ...] = (
     _silu_mul_cases,
     _rms_norm_cases,
     _product_cases,
+    sampling_cases,
 )
 _PER_RUN: tuple[Callable[[Sizes], Iterator[Case]], ...] = (_ngram_search_cases,)
 

@@ -129,8 +129,9 @@ def make_checks(steps: Sequence[StepResult], timelines: Sequence[TimelineResult]
     bounds: list[tuple[str, float, float]] = []
     for r in timelines:
         name = f"{r.shape} K={r.num_draft}"
-        bounds.append((f"{name}: % of the time that the GPU is idle", 100 * r.idle.share, MAX_IDLE_PERCENT))
-        bounds.append((f"{name}: % idle between steps", 100 * r.idle.between_share, MAX_IDLE_PERCENT))
+        bounds.append(
+            (f"{name}: % of the time that the GPU is idle between steps", 100 * r.idle.between_share, MAX_IDLE_PERCENT)
+        )
     for r in steps:
         name = f"{r.shape} K={r.num_draft}"
         bounds.append((f"{name}: % of a step on the host", 100 * r.host_share, MAX_HOST_PERCENT))

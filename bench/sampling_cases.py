@@ -1,0 +1,56 @@
+"""What `python -m bench kernels` times of sampling: all kernels between the logits and the commit together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from bench.kernel_case import Case, Shape, Sizes, Work
+from common.config import BLOCK_SIZE
+from common.sampling_params import SamplingParams
+from common.types import Request
+from model_executor.kernels.step_inputs import make_step_inputs
+from model_executor.row_state import RowState
+from verifier_svc.sampling.device_sampler import DeviceSampler
+from verifier_svc.sampling.state import SamplingState
+
+PROMPT_LEN = 64
+
+WAYS: dict[str, SamplingParams] = {
+    "temperature": SamplingParams(temperature=0.8),
+    "top-p": SamplingParams(temperature=0.8, top_p=0.9),
+    "top-k, top-p, min-p": SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02),
+    "penalties": SamplingParams(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.2),
+    "log probabilities": SamplingParams(temperature=0.8, logprobs=20),
+}
+
+
+def sampling_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    for batch in sizes.batches:
+        for way in WAYS:
+            size = f"{shape.name} {batch} rows x {sizes.num_draft + 1} places, {way}"
+            yield Case("sampling", size, partial(_sampling, shape, sizes, batch, way))
+
+
+def _sampling(shape: Shape, sizes: Sizes, batch: int, way: str, device: torch.device) -> Work:
+    vocab_size, params = shape.config.vocab_size, WAYS[way]
+    rows = RowState(batch, PROMPT_LEN + 64, BLOCK_SIZE, device)
+    state = SamplingState(batch, vocab_size, device, has_tables=True)
+    inputs = make_step_inputs(batch, sizes.num_draft, device)
+    inputs.idx_mapping.copy_(torch.arange(batch))
+    inputs.num_samples.fill_(inputs.width)
+    for row in range(batch):
+        tokens = torch.randint(0, vocab_size, (PROMPT_LEN,)).tolist()
+        rows.set_row(row, tokens, PROMPT_LEN, PROMPT_LEN - 1, PROMPT_LEN + 64)
+        state.set_row(row, Request(f"r{row}", tokens, params, row, PROMPT_LEN + 64))
+    sampler = DeviceSampler(state, rows, batch * inputs.width)
+    # Peaked as those of a trained model are: a nucleus of 0.9 holds some dozens of tokens.
+    logits = (torch.randn(batch * inputs.width, vocab_size, device=device) * 2.5).to(shape.dtype)
+    drawn = torch.randint(0, vocab_size, (batch, inputs.width), dtype=torch.int32, device=device)
+    num_bytes = logits.numel() * logits.element_size()
+    if params.logprobs is not None:
+        return Work([partial(sampler.logprobs, logits, inputs, drawn)], num_bytes)
+    draw = sampler.plain if way == "temperature" else sampler.processed
+    return Work([partial(draw, logits, inputs)], num_bytes)
