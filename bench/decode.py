@@ -25,6 +25,7 @@ from model_executor.models.registry import LoadedModel
 from verifier_svc.engine.engine import Engine
 
 PROMPT_LEN = 1024
+TOKENS_A_STEP = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,8 @@ def measure(workload: Workload, loaded: LoadedModel, rates: list[float], bandwid
     """Decode a batch of requests of one prompt length to their end, several times."""
     shape, batch, num_draft, new_tokens = workload.shape, workload.batch, workload.num_draft, workload.new_tokens
     vocab_size = loaded.config.vocab_size
-    engine = make_engine(shape, loaded, num_draft, rates, max_num_seqs=batch)
+    # Prompts come first, however many rows decode by then: the last row must start before the first one ends.
+    engine = make_engine(shape, loaded, num_draft, rates, max_num_seqs=batch, max_prefill_beside_decode=TOKENS_A_STEP)
     runs: list[DecodeRun] = []
     try:
         for start in range(0, workload.num_runs * batch, batch):
