@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ def build_cuda_engine_parts(
     rows.committed_len[-1] = 1  # it has a last token to look at
     sampling = SamplingState(config.max_num_seqs + 1, loaded.config.vocab_size, device, has_tables=True)
     row_bytes = tensor_bytes(vars(rows).values()) + tensor_bytes(vars(sampling).values())
-    row_bytes += tensor_bytes(getattr(sampling.tables, name) for name in sampling.tables.__slots__)  # type: ignore
+    if sampling.tables is not None:
+        row_bytes += tensor_bytes(getattr(sampling.tables, field.name) for field in fields(sampling.tables))
     stager = WriteStager(max(1 << 20, 8 * loaded.max_model_len), depth, device)
     drafts = build_drafts(stager)
     decoder = FusedDecoder(loaded.config, loaded.parameters, layers, loaded.max_model_len)
