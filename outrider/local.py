@@ -108,9 +108,9 @@ def build_local_engine(
     # reads config.json too: it would call a broken one a broken tokenizer.
     model_config = load_model_config(config.model)
     max_model_len = resolve_max_model_len(config.max_model_len, model_config)
-    check_token_row_memory(config.max_token_row_memory, config.max_num_seqs, max_model_len)
     if config.device == "cpu":
         _check_cpu_memory(config, model_config, max_model_len)
+    check_token_row_memory(config.max_token_row_memory, config.max_num_seqs, max_model_len)
     tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model)
     loaded = load_parameters(config.model, config.dtype, torch.device(config.device), max_model_len, progress)
     return assemble_engine(config, loaded, tokenizer, draft_method)
