@@ -59,6 +59,11 @@ def bytes_per_block(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * config.num_layers * BLOCK_SIZE * config.num_kv_heads * config.head_dim * dtype.itemsize
 
 
+def max_useful_blocks(max_num_seqs: int, max_model_len: int) -> int:
+    """What all rows together can ever fill, the dummy block included: more would be memory that nobody uses."""
+    return max_num_seqs * -(-max_model_len // BLOCK_SIZE) + 1
+
+
 def num_blocks_for(memory_bytes: int, config: ModelConfig, dtype: torch.dtype, max_model_len: int) -> int:
     """Blocks that fit in `memory_bytes`, the dummy block included.
 

@@ -16,7 +16,7 @@ from common.logging import get_logger
 from common.model_identity import read_model_identity
 from drafter_svc.methods.ngram import NgramMethod
 from model_executor.drafting import DraftMethod, NoDraft
-from model_executor.kv_cache import KVCache, num_blocks_for
+from model_executor.kv_cache import KVCache, max_useful_blocks, num_blocks_for
 from model_executor.models.config import ModelConfig, load_model_config
 from model_executor.models.registry import (
     LoadedModel,
@@ -134,8 +134,12 @@ def assemble_engine(
     """
     model_config = loaded.config
     depth = ASYNC_DEPTH if config.async_scheduling else 1
-    build = _cuda_parts if _has_cuda_steps(config, loaded, draft_method) else _torch_parts
-    parts = build(config, loaded, draft_method, depth, forced_acceptance)
+    if draft_method is None and _has_cuda_steps(config, loaded):
+        parts = _cuda_parts(config, loaded, depth, forced_acceptance)
+    elif forced_acceptance:
+        raise InvalidArgumentError("forced_acceptance", forced_acceptance, "none, as these steps cannot do it")
+    else:
+        parts = _torch_parts(config, loaded, draft_method)
     orchestrator = Orchestrator(
         BlockPool(parts.num_blocks, BLOCK_SIZE, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -175,20 +179,12 @@ class _Parts:
     memory: MemoryUse | None
 
 
-def _torch_parts(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft_method: DraftMethod | None,
-    depth: int,
-    forced_acceptance: Sequence[float],
-) -> _Parts:
+def _torch_parts(config: EngineConfig, loaded: LoadedModel, draft_method: DraftMethod | None) -> _Parts:
     """Steps as torch operations, on any device."""
-    if forced_acceptance:
-        raise InvalidArgumentError("forced_acceptance", forced_acceptance, "none, as these steps cannot do it")
     device, model_config = torch.device(config.device), loaded.config
     decoder = build_decoder(loaded)
     num_blocks = num_blocks_for(config.kv_cache_memory, model_config, decoder.dtype, loaded.max_model_len)
-    num_blocks = min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // BLOCK_SIZE) + 1)
+    num_blocks = min(num_blocks, max_useful_blocks(config.max_num_seqs, loaded.max_model_len))
     kv_cache = KVCache(model_config, num_blocks, decoder.dtype, device)
     rows = RowState(config.max_num_seqs, loaded.max_model_len, BLOCK_SIZE, device)
     sampling = SamplingState(config.max_num_seqs, model_config.vocab_size, device)
@@ -199,13 +195,7 @@ def _torch_parts(
     return _Parts(InlineExecutor(runner), num_blocks, _name(decoder.dtype), counts, None)
 
 
-def _cuda_parts(
-    config: EngineConfig,
-    loaded: LoadedModel,
-    draft_method: DraftMethod | None,
-    depth: int,
-    forced_acceptance: Sequence[float],
-) -> _Parts:
+def _cuda_parts(config: EngineConfig, loaded: LoadedModel, depth: int, forced_acceptance: Sequence[float]) -> _Parts:
     """Steps as CUDA graphs."""
     # Late: it imports triton, which a machine without a GPU need not have.
     from verifier_svc.engine.build_cuda import WriteStager, build_cuda_engine_parts
@@ -228,8 +218,8 @@ def _cuda_parts(
     return _Parts(parts.executor, parts.num_blocks, dtype, counts, parts.memory)
 
 
-def _has_cuda_steps(config: EngineConfig, loaded: LoadedModel, draft_method: DraftMethod | None) -> bool:
-    if config.device != "cuda" or draft_method is not None:
+def _has_cuda_steps(config: EngineConfig, loaded: LoadedModel) -> bool:
+    if config.device != "cuda":
         return False
     from model_executor.models.fused_decoder import supports  # late, as above
 

@@ -15,9 +15,7 @@ from model_executor.kernels.select_drafts import select_drafts_ref
 from model_executor.landing_tensors import FROM_BRANCH, LandingTensors, make_landing_tensors
 from model_executor.row_state import RowState
 from tests.draft_simulation import (
-    DEADLINE_S,
     MAX_DRAFT_TOKENS,
-    VOCAB_SIZE,
     DraftingDevice,
     DraftSimulation,
     LongSimulation,
@@ -116,9 +114,7 @@ class DeviceDraftSimulation(DraftSimulation):
         writes = self._writes = FakeStagedWrites()
         tensors = make_landing_tensors(self.max_num_seqs, hello.branch_budget, hello.branch_len, rows.device)
         self.landing = CountingDeviceLanding(tensors, writes)
-        self.drafts = RemoteDeviceDrafts(
-            self.transports, self.landing, self.max_num_seqs, VOCAB_SIZE, DEADLINE_S, self.network.clock
-        )
+        self.drafts = RemoteDeviceDrafts(self._exchange(self.landing), self.landing)
         self._choosing = ChoosingDevice(
             rng, self.stop_rate, rows, tensors, writes, self.network, step_s, are_drafts_right
         )

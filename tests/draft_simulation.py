@@ -21,7 +21,8 @@ from tests.draft_methods import NoisyOracle
 from tests.fake_transport import FakeDrafter, FakeTransport, Faults, Network
 from tests.simulated_device import DeviceRow, SimulatedDevice, text_token, true_token
 from tests.simulated_run import BLOCK_SIZE, SimulatedRun
-from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.drafts.landing import Landing, LandingBuffer
 from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.engine.session_tracker import SessionTracker
 from verifier_svc.orchestrator.step import PlannedRow, StepOutcome, StepPlan
@@ -251,10 +252,11 @@ class DraftSimulation(SimulatedRun):
             self.max_num_seqs, hello.branch_budget, hello.branch_len, MAX_DRAFT_TOKENS, rows.device
         )
         self.landing = landing
-        drafts = self.drafts = RemoteDrafts(
-            self.transports, self.landing, NoDraft(), self.max_num_seqs, VOCAB_SIZE, DEADLINE_S, self.network.clock
-        )
+        drafts = self.drafts = RemoteDrafts(self._exchange(landing), landing, NoDraft())
         return HostDraftingDevice(rng, self.stop_rate, rows, drafts, self.network, step_s, are_drafts_right)
+
+    def _exchange(self, landing: Landing) -> DraftExchange:
+        return DraftExchange(self.transports, landing, self.max_num_seqs, VOCAB_SIZE, DEADLINE_S, self.network.clock)
 
     def _build_core(self) -> DrafterCore:
         texts = [[text_token(seed, position) for position in range(self.max_model_len)] for seed in range(NUM_TEXTS)]

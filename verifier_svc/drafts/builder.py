@@ -15,7 +15,8 @@ from model_executor.drafting import DraftMethod
 from model_executor.landing_tensors import make_landing_tensors
 from verifier_svc.drafts.device_drafts import RemoteDeviceDrafts
 from verifier_svc.drafts.device_landing import DeviceLanding, StagedWrites
-from verifier_svc.drafts.landing import LandingBuffer
+from verifier_svc.drafts.exchange import DraftExchange
+from verifier_svc.drafts.landing import Landing, LandingBuffer
 from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.drafts.transport import DraftTransport
 
@@ -60,7 +61,7 @@ def build_remote_drafts(
         device: where the row state lives.
     """
     landing = LandingBuffer(hello.max_rows, hello.branch_budget, hello.branch_len, num_speculative_tokens, device)
-    return RemoteDrafts(transports, landing, fallback, hello.max_rows, hello.model.vocab_size, deadline_ms / 1e3)
+    return RemoteDrafts(_exchange(transports, hello, landing, deadline_ms), landing, fallback)
 
 
 def build_remote_device_drafts(
@@ -80,4 +81,10 @@ def build_remote_device_drafts(
         writes: brings branches there before a step.
     """
     landing = DeviceLanding(make_landing_tensors(hello.max_rows, hello.branch_budget, hello.branch_len, device), writes)
-    return RemoteDeviceDrafts(transports, landing, hello.max_rows, hello.model.vocab_size, deadline_ms / 1e3)
+    return RemoteDeviceDrafts(_exchange(transports, hello, landing, deadline_ms), landing)
+
+
+def _exchange(
+    transports: Sequence[DraftTransport], hello: VerifierHello, landing: Landing, deadline_ms: float
+) -> DraftExchange:
+    return DraftExchange(transports, landing, hello.max_rows, hello.model.vocab_size, deadline_ms / 1e3)

@@ -6,16 +6,14 @@ one runs costs nothing, as long as the wait is the shorter one; it is at most th
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from model_executor.landing_tensors import FROM_BRANCH, NO_DRAFT, LandingTensors
 from verifier_svc.drafts.device_landing import DeviceLanding
 from verifier_svc.drafts.drafter_link import DrafterLink
 from verifier_svc.drafts.exchange import DraftExchange, ExchangeStats
-from verifier_svc.drafts.transport import DraftTransport
 from verifier_svc.engine.session_tracker import SessionTracker
 from verifier_svc.messages import ExchangeCounts
 from verifier_svc.orchestrator.step import StepOutcome, StepPlan
@@ -98,24 +96,12 @@ class RemoteDeviceDrafts:
     """Drafts that come through transports and land on the device.
 
     Args:
-        transports: one for each drafter; closed with this object.
-        landing: where branches land.
-        max_num_seqs: rows.
-        vocab_size: token ids are below this.
-        deadline_s: how long a step waits at most for answers that are owed.
-        clock: seconds; another one for tests.
+        exchange: with the drafters; closed with this object.
+        landing: where its branches land.
     """
 
-    def __init__(
-        self,
-        transports: Sequence[DraftTransport],
-        landing: DeviceLanding,
-        max_num_seqs: int,
-        vocab_size: int,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._exchange = DraftExchange(transports, landing, max_num_seqs, vocab_size, deadline_s, clock)
+    def __init__(self, exchange: DraftExchange, landing: DeviceLanding) -> None:
+        self._exchange = exchange
         self._landing = landing
         self._sessions = SessionTracker()
         self._in_flight: deque[_InFlight] = deque()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from model_executor.row_state import RowState
 from verifier_svc.drafts.drafter_link import DrafterLink
 from verifier_svc.drafts.exchange import DraftExchange, ExchangeStats
 from verifier_svc.drafts.landing import LandingBuffer
-from verifier_svc.drafts.transport import DraftTransport
 from verifier_svc.messages import ExchangeCounts
 
 
@@ -22,26 +20,13 @@ class RemoteDrafts:
     """A draft method whose drafts come through transports.
 
     Args:
-        transports: one for each drafter; closed with this object.
-        landing: where branches land.
+        exchange: with the drafters; closed with this object.
+        landing: where its branches land.
         fallback: drafts for rows without a usable branch; closed with this object.
-        max_num_seqs: rows.
-        vocab_size: token ids are below this.
-        deadline_s: how long a step waits at most for answers that are owed.
-        clock: seconds; another one for tests.
     """
 
-    def __init__(
-        self,
-        transports: Sequence[DraftTransport],
-        landing: LandingBuffer,
-        fallback: DraftMethod,
-        max_num_seqs: int,
-        vocab_size: int,
-        deadline_s: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._exchange = DraftExchange(transports, landing, max_num_seqs, vocab_size, deadline_s, clock)
+    def __init__(self, exchange: DraftExchange, landing: LandingBuffer, fallback: DraftMethod) -> None:
+        self._exchange = exchange
         self._landing = landing
         self._fallback = fallback
 

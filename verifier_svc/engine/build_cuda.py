@@ -122,7 +122,6 @@ def build_cuda_engine_parts(
     )
     executor = CudaExecutor(
         captured + eager,
-        [] if config.cuda_graphs == "none" else captured,
         rows,
         sampling,
         drafts,

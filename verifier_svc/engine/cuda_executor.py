@@ -66,7 +66,6 @@ class CudaExecutor:
 
     Args:
         steps: of all shapes; there is one that can do any plan.
-        captured: which of them are graphs, for the counters.
         rows: row state, one row more than requests can have.
         sampling: parameters of the rows.
         drafts: the host's share of drafting.
@@ -79,7 +78,6 @@ class CudaExecutor:
     def __init__(
         self,
         steps: Sequence[DeviceStep],
-        captured: Sequence[DeviceStep],
         rows: RowState,
         sampling: SamplingState,
         drafts: DeviceDrafts,
@@ -89,7 +87,6 @@ class CudaExecutor:
         is_checked: bool = False,
     ) -> None:
         self._steps = sorted(steps, key=lambda step: (step.shape.num_draft, step.shape.num_reqs, step.num_tokens))
-        self._captured = {id(step) for step in captured}
         self._rows = rows
         self._sampling = sampling
         self._drafts = drafts
@@ -99,7 +96,7 @@ class CudaExecutor:
         """A request may ask for more draft tokens than there are steps for."""
         self._pad_row = rows.committed_len.shape[0] - 1
         self._pending: deque[_InFlight] = deque()
-        self.stats = GraphStats({_key(step): 0 for step in captured})
+        self.stats = GraphStats({_key(step): 0 for step in steps if step.is_captured})
         max_reqs = max(step.shape.num_reqs for step in steps)
         max_width = max(step.inputs.width for step in steps)
         self._batch = np.zeros((3, max_reqs), dtype=np.int64)
@@ -130,7 +127,7 @@ class CudaExecutor:
                 packed = step.logprobs()
                 slot.logprobs[: packed.shape[0]].copy_(packed, non_blocking=True)
                 pending.num_logprobs = [self._sampling.num_logprobs_host[planned.row] for planned in plan.rows]
-            if self._wants_prompt_logprobs(plan):
+            if step.shape.keeps_hidden:
                 pending.prompt_logprobs = self._prompt_logprobs.compute(_prompt_chunks(plan.rows, step))
             self._count(step)
         self._stager.flush()
@@ -208,7 +205,7 @@ class CudaExecutor:
         return new or any(self._prompt_logprobs.wants(planned.row) for planned in plan.rows)
 
     def _count(self, step: DeviceStep) -> None:
-        if id(step) in self._captured:
+        if step.is_captured:
             self.stats.num_replays[_key(step)] += 1
         else:
             self.stats.num_eager_steps += 1

@@ -6,7 +6,7 @@ import torch
 
 from common.config import BLOCK_SIZE, EngineConfig
 from common.errors import InvalidArgumentError
-from model_executor.kv_cache import bytes_per_block
+from model_executor.kv_cache import bytes_per_block, max_useful_blocks
 from model_executor.models.registry import LoadedModel
 
 RESERVE_BYTES = 256 << 20
@@ -22,7 +22,7 @@ def free_bytes() -> int:
 def num_cuda_blocks(config: EngineConfig, loaded: LoadedModel, graph_bytes: int) -> int:
     """KV blocks that fit beside weights, buffers and whatever else there is by now, and the graphs to come.
 
-    No more than all rows together can ever fill: a small model would only clear memory that nobody uses.
+    No more than all rows together can ever fill.
 
     Args:
         config: share of the GPU's memory that may be used, by whoever uses it; rows.
@@ -42,4 +42,4 @@ def num_cuda_blocks(config: EngineConfig, loaded: LoadedModel, graph_bytes: int)
         needed = (blocks_each + 1) * block_bytes
         reason = f"leaves {budget} bytes for KV, and one request of max_model_len needs {needed}"
         raise InvalidArgumentError("gpu_memory_utilization", utilization, f"a larger share, as this one {reason}")
-    return min(num_blocks, config.max_num_seqs * blocks_each + 1)
+    return min(num_blocks, max_useful_blocks(config.max_num_seqs, loaded.max_model_len))

@@ -132,6 +132,7 @@ class DeviceStep:
 
     def __init__(self, shape: StepShape, parts: StepParts) -> None:
         self.shape = shape
+        self.is_captured = False
         self._parts = parts
         self.inputs: StepInputs = make_step_inputs(
             shape.num_reqs, shape.num_draft, parts.decoder.device, shape.num_tokens
@@ -171,6 +172,7 @@ class DeviceStep:
         torch.cuda.synchronize()
         if mode == "none":
             return pool
+        self.is_captured = True
         if mode == "full" or self.shape.num_tokens is None:
             graph = _capture(self._calls, pool)
             self._calls = [graph.replay]

@@ -21,6 +21,7 @@ from tests.staged_writes import FakeStagedWrites
 from tests.unit.drafts.test_exchange import DEADLINE_S, VOCAB_SIZE, Clock, K, ScriptedTransport, counting
 from verifier_svc.drafts.device_drafts import DeviceOnlyDrafts, RemoteDeviceDrafts
 from verifier_svc.drafts.device_landing import DeviceLanding
+from verifier_svc.drafts.exchange import DraftExchange
 from verifier_svc.orchestrator.step import NewRow, PlannedRow, RowOutcome, StepOutcome, StepPlan
 
 NUM_ROWS, MAX_LEN, GENERATION_OF_ROW = 4, 64, 5
@@ -34,7 +35,8 @@ class Loop:
         self.tensors = make_landing_tensors(NUM_ROWS, 2, branch_len, torch.device("cpu"))
         self.writes = FakeStagedWrites()
         landing = DeviceLanding(self.tensors, self.writes)
-        self.drafts = RemoteDeviceDrafts(transports, landing, NUM_ROWS, VOCAB_SIZE, DEADLINE_S, clock=self.clock)
+        exchange = DraftExchange(transports, landing, NUM_ROWS, VOCAB_SIZE, DEADLINE_S, self.clock)
+        self.drafts = RemoteDeviceDrafts(exchange, landing)
         self._plans: list[StepPlan] = []
         self._num_steps = 0
 

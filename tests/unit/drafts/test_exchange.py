@@ -24,7 +24,7 @@ from common.draft_exchange import (
 from model_executor.drafting import NoDraft
 from model_executor.row_state import RowState
 from verifier_svc.drafts.drafter_link import HANG_S, WATCHED_DRAFTS
-from verifier_svc.drafts.exchange import MAX_REOPENS
+from verifier_svc.drafts.exchange import MAX_REOPENS, DraftExchange
 from verifier_svc.drafts.landing import LandingBuffer
 from verifier_svc.drafts.remote_drafts import RemoteDrafts
 from verifier_svc.drafts.transport import Arrival, TransportSession
@@ -107,7 +107,8 @@ class Verifier:
         self.clock = transports[0].clock
         self.rows = RowState(NUM_ROWS, MAX_LEN, 16, torch.device("cpu"))
         landing = LandingBuffer(NUM_ROWS, 4, 8, K, torch.device("cpu"))
-        self.drafts = RemoteDrafts(transports, landing, NoDraft(), NUM_ROWS, VOCAB_SIZE, DEADLINE_S, clock=self.clock)
+        exchange = DraftExchange(transports, landing, NUM_ROWS, VOCAB_SIZE, DEADLINE_S, self.clock)
+        self.drafts = RemoteDrafts(exchange, landing, NoDraft())
         self.texts: dict[int, list[int]] = {}
 
     def open(self, row: int, tokens: list[int], generation: int = 0) -> None:
