@@ -1,8 +1,7 @@
 """Draws tokens: argmax of logits / temperature + noise, in blocks of the vocabulary.
 
 Grid: places x vocabulary blocks (`sampling_scores` says what a place is). Each program leaves the best value and token
-of its block; whoever commits the tokens takes the best block. Bytes: the logits, once. The noise is that of
-`model_executor.kernels.philox`: the same integers and uniforms, two logarithms of the device's own.
+of its block; whoever commits the tokens takes the best block. Bytes: the logits, once.
 
 The plain variant knows temperature and nothing else. The processed one also takes processed logits and cuts; a row
 without either gets the same bits from both, since the temperature divides at the same point.
@@ -16,21 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from model_executor.kernels.gumbel_noise import gumbel_of, noise_words, uniform_of
 from model_executor.kernels.sampling_scores import CUT, ProcessedScores, at_temperature, load_scores
 
 BLOCK = 1024
-
-
-@triton.jit
-def _gumbel(word):
-    """Standard Gumbel noise of a 32-bit word; see `gumbel_noise_ref`."""
-    u = (word.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    u = tl.minimum(u, 0.999999940395355224609375)
-    # log1p(-u) = log(w) * -u / (w - 1) with w = 1 - u rounded: exact where 1 - u would lose the small u.
-    w = 1.0 - u
-    rest = w - 1.0
-    exponential = -tl.where(rest == 0.0, -u, tl.log(w) * (-u / tl.where(rest == 0.0, 1.0, rest)))
-    return -tl.log(exponential)
 
 
 @triton.jit
@@ -79,17 +67,8 @@ def _gumbel_argmax_kernel(
     if not IS_PLAIN:  # most blocks of a nucleus have nothing to draw from
         has_noise = has_noise & (tl.max(values) != float("-inf"))
     if has_noise:
-        position = (tl.load(committed_len_ptr + row) + offset).to(tl.uint32)
-        seed = tl.load(seed_ptr + row).to(tl.uint64)
-        zero = groups.to(tl.uint32) * 0
-        w0, w1, w2, w3 = tl.philox(seed, groups.to(tl.uint32), zero + position, zero, zero)
-        lane = lanes[None, :]
-        words = tl.where(
-            lane < 2,
-            tl.where(lane == 0, w0[:, None], w1[:, None]),
-            tl.where(lane == 2, w2[:, None], w3[:, None]),
-        )
-        values += _gumbel(words)
+        position = tl.load(committed_len_ptr + row) + offset
+        values += gumbel_of(uniform_of(noise_words(tl.load(seed_ptr + row), position, groups)))
         values = tl.where(inside, values, float("-inf"))
     best = tl.max(values)
     token = tl.min(tl.where(values == best, tokens, vocab_size))
