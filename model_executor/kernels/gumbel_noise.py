@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def noise_words(seed, position, groups):
-    """Random words of the tokens 4 * groups + lane: groups [G] -> [G, 4] uint32. `position` is that of the drawn token."""
+    """Random words of the tokens 4 * groups + lane, for the token drawn at `position`: [G] -> [G, 4] uint32."""
     group = groups.to(tl.uint32)
     zero = group * 0
     w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64), group, zero + position.to(tl.uint32), zero, zero)
