@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput
+from model_executor.kernels.small_gemm import NormInput
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def _embed_tokens_kernel(
     weight_ptr,  # [hidden]
     out_ptr,  # [num_tokens, hidden]
     scaled_ptr,  # [num_tokens, hidden]
-    sums_ptr,  # [num_parts, MAX_TOKENS]
+    sums_ptr,  # [num_parts, STRIDE]
     hidden,
     num_parts,
     BLOCK: tl.constexpr,
@@ -46,7 +46,7 @@ def embed_tokens(input_ids: Tensor, embedding: Tensor, norm_weight: Tensor, out:
     """out = embedding[input_ids], and `norm_input` for the norm with `norm_weight`.
 
     Args:
-        input_ids: [num_tokens] int64, at most MAX_TOKENS.
+        input_ids: [num_tokens] int64, at most as many as `norm_input` has rows.
         embedding: [vocab_size, hidden].
         norm_weight: [hidden].
         out: [num_tokens, hidden], written.
@@ -65,5 +65,5 @@ def embed_tokens(input_ids: Tensor, embedding: Tensor, norm_weight: Tensor, out:
         num_parts,
         BLOCK=triton.next_power_of_2(hidden),
         PARTS=triton.next_power_of_2(num_parts),
-        STRIDE=MAX_TOKENS,
+        STRIDE=norm_input.square_sums.shape[1],
     )

@@ -30,7 +30,7 @@ class NormInput:
     """An activation on its way through an RMS norm: what `rms_norm` would need one more pass for."""
 
     scaled: Tensor  # [max_tokens, hidden] x * norm weight
-    square_sums: Tensor  # [num_parts, MAX_TOKENS] float32, sums of x**2 over column blocks
+    square_sums: Tensor  # [num_parts, max_tokens] float32, sums of x**2 over column blocks
     """A block that no kernel writes stays 0."""
 
 

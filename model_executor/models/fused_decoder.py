@@ -1,9 +1,9 @@
 """The decoder of steps on a GPU: few kernels, fixed shapes, buffers made once.
 
-A step of decode rows with up to `MAX_TOKENS` tokens goes through five fused kernels a layer
-(docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products with `rms_norm` and
-`silu_mul` between them, and a mixed step has the kernels of prefill beside those of decode. All may be captured in CUDA
-graphs: nothing is allocated and no shape depends on the data.
+A step of decode rows with up to 64 tokens goes through five fused kernels a layer: those of `small_gemm` up to 16 and
+those of `wide_gemm` above (docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products
+with `rms_norm` and `silu_mul` between them, and a mixed step has the kernels of prefill beside those of decode. All may
+be captured in CUDA graphs: nothing is allocated and no shape depends on the data.
 """
 
 from __future__ import annotations
@@ -23,11 +23,23 @@ from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_norm_input, small_gemm
 from model_executor.kernels.step_inputs import StepInputs
 from model_executor.kernels.verify_attention import SplitWorkspace, make_split_workspace, verify_attention
+from model_executor.kernels.wide_gemm import MAX_TOKENS as MAX_WIDE_TOKENS
+from model_executor.kernels.wide_gemm import make_split_parts, make_wide_norm_input, wide_gemm
 from model_executor.kernels.write_kv import write_kv
 from model_executor.kv_cache import KVCache, LayerKV
 from model_executor.models.config import ModelConfig
 from model_executor.models.parameters import DecoderParameters, LayerParameters
 from model_executor.models.rotary import rope_cos_sin
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProducts:
+    """The products of a fused step, and what they leave for each other."""
+
+    max_tokens: int
+    product: Callable[..., None]  # as `small_gemm`
+    before_attention: NormInput
+    before_mlp: NormInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +56,7 @@ class StepBuffers:
     sampled: Tensor  # [P, hidden], of a mixed step: the stream of the tokens that it samples behind
     sampled_attended: Tensor  # [P, num_heads * head_dim]
     logits: Tensor  # [P, vocab_size]
-    before_attention: NormInput
-    before_mlp: NormInput
+    fused: tuple[FusedProducts, ...]  # those for fewer tokens first
     workspace: SplitWorkspace
 
     def first(self, num_tokens: int, num_places: int) -> StepBuffers:
@@ -61,8 +72,7 @@ class StepBuffers:
             self.sampled[:num_places],
             self.sampled_attended[:num_places],
             self.logits[:num_places],
-            self.before_attention,
-            self.before_mlp,
+            self.fused,
             self.workspace,
         )
 
@@ -126,8 +136,7 @@ class FusedDecoder:
             sampled=empty(max_places, config.hidden_size),
             sampled_attended=empty(max_places, config.num_heads * config.head_dim),
             logits=empty(max_places, config.vocab_size),
-            before_attention=make_norm_input(config.hidden_size, self.dtype, self.device),
-            before_mlp=make_norm_input(config.hidden_size, self.dtype, self.device),
+            fused=self._make_fused_products(),
             workspace=make_split_workspace(
                 max_reqs,
                 config.num_kv_heads,
@@ -158,10 +167,11 @@ class FusedDecoder:
             keeps_hidden: leave the hidden state of every token in `buffers.normed`. Otherwise a mixed step computes
                 what comes after the last attention only for the tokens that it samples behind: a 32nd of 32 layers.
         """
-        num_places = inputs.sample_index.shape[0]
-        b = buffers.first(inputs.input_ids.shape[0], num_places)
-        if not inputs.is_mixed and inputs.input_ids.shape[0] <= MAX_TOKENS and self._can_fuse:
-            return [partial(self._forward_fused, inputs, block_table, kv_cache, b)]
+        num_tokens, num_places = inputs.input_ids.shape[0], inputs.sample_index.shape[0]
+        b = buffers.first(num_tokens, num_places)
+        for fused in buffers.fused:
+            if not inputs.is_mixed and num_tokens <= fused.max_tokens:
+                return [partial(self._forward_fused, inputs, block_table, kv_cache, b, fused)]
         pieces: list[Callable[[], None]] = [partial(self._enter, inputs, b)]
         for index, (layer, layer_kv) in enumerate(zip(self._layers, kv_cache.layers, strict=True)):
             pieces.append(partial(self._attend, layer, layer_kv, inputs, block_table, b))
@@ -179,36 +189,49 @@ class FusedDecoder:
             piece()
         return buffers.logits[: inputs.sample_index.shape[0]]
 
-    def _forward_fused(self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, b: StepBuffers) -> None:
+    def _make_fused_products(self) -> tuple[FusedProducts, ...]:
+        """None for a model that the fused products cannot do."""
+        if not self._can_fuse:
+            return ()
+        sizes = self.config.hidden_size, self.dtype, self.device
+        wide = partial(wide_gemm, parts=make_split_parts(self.device))
+        return (
+            FusedProducts(MAX_TOKENS, small_gemm, make_norm_input(*sizes), make_norm_input(*sizes)),
+            FusedProducts(MAX_WIDE_TOKENS, wide, make_wide_norm_input(*sizes), make_wide_norm_input(*sizes)),
+        )
+
+    def _forward_fused(
+        self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, b: StepBuffers, fused: FusedProducts
+    ) -> None:
         eps, parameters = self.config.rms_norm_eps, self._parameters
-        num_tokens = inputs.input_ids.shape[0]
+        num_tokens, product = inputs.input_ids.shape[0], fused.product
         norms = [layer.input_norm for layer in self._layers[1:]] + [parameters.final_norm]
         embed_tokens(
-            inputs.input_ids, parameters.embed_tokens, self._layers[0].input_norm, b.stream, b.before_attention
+            inputs.input_ids, parameters.embed_tokens, self._layers[0].input_norm, b.stream, fused.before_attention
         )
-        scaled, sums = b.before_attention.scaled[:num_tokens], b.before_attention.square_sums
-        scaled_mlp, sums_mlp = b.before_mlp.scaled[:num_tokens], b.before_mlp.square_sums
+        scaled, sums = fused.before_attention.scaled[:num_tokens], fused.before_attention.square_sums
+        scaled_mlp, sums_mlp = fused.before_mlp.scaled[:num_tokens], fused.before_mlp.square_sums
         for layer, layer_kv, next_norm in zip(self._layers, kv_cache.layers, norms, strict=True):
-            small_gemm(scaled, layer.qkv, b.qkv, bias=layer.qkv_bias, square_sums=sums, eps=eps)
+            product(scaled, layer.qkv, b.qkv, bias=layer.qkv_bias, square_sums=sums, eps=eps)
             self._attend(layer, layer_kv, inputs, block_table, b)
-            small_gemm(
+            product(
                 b.attended,
                 layer.o,
                 b.projected,
                 residual=b.stream,
                 next_weight=layer.post_attention_norm,
-                next_input=b.before_mlp,
+                next_input=fused.before_mlp,
             )
-            small_gemm(scaled_mlp, layer.gate_up, b.activated, square_sums=sums_mlp, eps=eps, silu=True)
-            small_gemm(
+            product(scaled_mlp, layer.gate_up, b.activated, square_sums=sums_mlp, eps=eps, silu=True)
+            product(
                 b.activated,
                 layer.down,
                 b.stream,
                 residual=b.projected,
                 next_weight=next_norm,
-                next_input=b.before_attention,
+                next_input=fused.before_attention,
             )
-        small_gemm(scaled, parameters.lm_head, b.logits, square_sums=sums, eps=eps)
+        product(scaled, parameters.lm_head, b.logits, square_sums=sums, eps=eps)
 
     def _enter(self, inputs: StepInputs, b: StepBuffers) -> None:
         """Up to the first attention."""

@@ -26,8 +26,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in AR
 }
 
 
-FUSED, WIDE = (3, 2), (6, 4)  # requests and tokens of each: few enough to fuse, and more
-CASES = [(name, FUSED) for name in MODELS] + [(name, WIDE) for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM")]
+SMALL, WIDE, VENDOR = (3, 2), (6, 4), (6, 12)  # requests and tokens of each: up to 16 in all, up to 64, more
+CASES = [(name, SMALL) for name in MODELS]
+CASES += [(name, shape) for name in ("Qwen2ForCausalLM", "Qwen3ForCausalLM") for shape in (WIDE, VENDOR)]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
