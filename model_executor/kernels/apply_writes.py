@@ -1,7 +1,8 @@
 """Writes that the host has staged, applied to any number of tensors by one kernel.
 
 The buffer holds one record for each write (address, where its values begin, how many, bytes of one) and behind them the
-values. Grid: writes x parts of a write. Bytes: the values, twice.
+values. It may be pinned memory of the host, which the kernel reads by itself: a copy before it would cost more than the
+bytes. Grid: writes x parts of a write. Bytes: the values, twice.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false

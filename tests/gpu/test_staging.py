@@ -20,7 +20,7 @@ CUDA = torch.device("cuda")
 def make_stager(capacity: int, depth: int = 2) -> WriteStager:
     from verifier_svc.engine.staging import WriteStager  # late: it imports a kernel, see tests/kernels/conftest.py
 
-    return WriteStager(capacity, depth, CUDA)
+    return WriteStager(capacity, depth)
 
 
 def random_values(rng: np.random.Generator, count: int, dtype: Any) -> np.ndarray[Any, Any]:

@@ -74,7 +74,7 @@ def build_cuda_engine_parts(
     row_bytes = tensor_bytes(vars(rows).values()) + tensor_bytes(vars(sampling).values())
     if sampling.tables is not None:
         row_bytes += tensor_bytes(getattr(sampling.tables, field.name) for field in fields(sampling.tables))
-    stager = WriteStager(max(1 << 20, 8 * loaded.max_model_len), depth, device)
+    stager = WriteStager(max(1 << 20, 8 * loaded.max_model_len), depth)
     drafts = build_drafts(stager)
     decoder = FusedDecoder(loaded.config, loaded.parameters, layers, loaded.max_model_len)
     parts = StepParts(

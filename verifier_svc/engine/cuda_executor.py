@@ -1,7 +1,7 @@
 """Steps on a CUDA device: enqueued one after the other and read back later; the host never waits for the device.
 
-A step costs the host the staged writes of what changed, a graph launch, a copy back and an event. The one exception are
-the log probabilities of a prompt, which need the logits of every position: their steps wait.
+A step costs the host the staged writes of what changed, a graph launch, two small kernels and an event. The one
+exception are the log probabilities of a prompt, which need the logits of every position: their steps wait.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from common.errors import EngineClosedError
 from common.types import FinishReason, TokenLogprobs
 from model_executor.kernels.commit_tokens import OUTCOME_HEADER
+from model_executor.kernels.copy_to_host import copy_to_host
 from model_executor.kernels.token_logprobs import PACKED_WIDTH
 from model_executor.row_state import RowState
 from verifier_svc.drafts.device_drafts import DeviceDrafts
@@ -122,7 +123,7 @@ class CudaExecutor:
             self._stage_batch(plan, step)
             self._stager.flush()
             step.enqueue()
-            slot.outcome[: step.outcome.numel()].copy_(step.outcome.view(-1), non_blocking=True)
+            copy_to_host(step.outcome, slot.outcome)
             if self._sampling.wants_logprobs(planned.row for planned in plan.rows):
                 packed = step.logprobs()
                 slot.logprobs[: packed.shape[0]].copy_(packed, non_blocking=True)

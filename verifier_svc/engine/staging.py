@@ -2,7 +2,7 @@
 
 Nothing here waits for the device as long as the changes of a step fit one buffer: there is a buffer for every step in
 flight, and one more. More (many long prompts at once) go in several buffers, and may wait until an earlier one has been
-copied.
+applied.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ _VALUES_START = _MAX_WRITES * _RECORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """Pinned memory of one copy, seen as records and as bytes."""
+    """Pinned memory of one flush, as the kernel sees it, and as records and values."""
 
-    pinned: Tensor  # [num_bytes] int8
+    pinned: Tensor  # [num_bytes / 8] int64
+    words: Tensor  # the same as int32
+    bytes: Tensor  # the same as int8
     records: NDArray[np.int64]  # [_MAX_WRITES, RECORD_WORDS]
     values: NDArray[np.int8]  # [num_bytes - _VALUES_START]
-    copied: torch.cuda.Event
+    applied: torch.cuda.Event
 
 
 class WriteStager:
@@ -39,16 +41,12 @@ class WriteStager:
     Args:
         capacity: bytes of values that one buffer holds.
         depth: steps in flight.
-        device: where the tensors live.
     """
 
-    def __init__(self, capacity: int, depth: int, device: torch.device) -> None:
+    def __init__(self, capacity: int, depth: int) -> None:
         self._capacity = -(-capacity // 8) * 8
         size = _VALUES_START + self._capacity
         self._slots = deque(_make_slot(size) for _ in range(depth + 1))
-        self._mirror = torch.zeros(size // 8, dtype=torch.int64, device=device)
-        self._mirror_words = self._mirror.view(torch.int32)
-        self._mirror_bytes = self._mirror.view(torch.int8)
         self._num_writes = 0
         self._num_bytes = 0
         self._longest = 0
@@ -70,8 +68,8 @@ class WriteStager:
                 self.flush()
             part = flat[start : start + self._capacity - self._num_bytes]
             slot = self._slots[0]
-            if self._num_writes == 0 and not slot.copied.query():
-                slot.copied.synchronize()
+            if self._num_writes == 0 and not slot.applied.query():
+                slot.applied.synchronize()
             slot.values[self._num_bytes : self._num_bytes + len(part)] = part
             first_word = (_VALUES_START + self._num_bytes) // 4
             unit = 1 if size == 1 else 4
@@ -87,10 +85,8 @@ class WriteStager:
         if self._num_writes == 0:
             return
         slot = self._slots[0]
-        end = _VALUES_START + self._num_bytes
-        self._mirror_bytes[:end].copy_(slot.pinned[:end], non_blocking=True)
-        slot.copied.record()
-        apply_writes(self._mirror, self._mirror_words, self._mirror_bytes, self._num_writes, self._longest)
+        apply_writes(slot.pinned, slot.words, slot.bytes, self._num_writes, self._longest)
+        slot.applied.record()
         self._slots.rotate(-1)
         self._num_writes = self._num_bytes = self._longest = 0
 
@@ -101,4 +97,4 @@ def _make_slot(size: int) -> _Slot:
     event = torch.cuda.Event()
     event.record()
     records = array[:_VALUES_START].view(np.int64).reshape(_MAX_WRITES, RECORD_WORDS)
-    return _Slot(pinned, records, array[_VALUES_START:], event)
+    return _Slot(pinned.view(torch.int64), pinned.view(torch.int32), pinned, records, array[_VALUES_START:], event)
