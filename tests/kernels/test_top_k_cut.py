@@ -1,0 +1,116 @@
+"""Cuts without a sort against the ranking of `verifier_svc.sampling.truncation`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from model_executor.kernels.top_k_cut import (
+    SHORT,
+    TruncationParams,
+    TruncationScratch,
+    make_truncation_scratch,
+    top_k_cut,
+)
+from model_executor.sampling_flags import TOP_K, TOP_P
+from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
+from tests.kernels.truncation_rows import (
+    kept_by_reference,
+    make_params,
+    near_limit,
+    places_of,
+    random_params,
+    rows_of,
+    scaled_by,
+)
+
+# Ranked at once or searched by the size of the list; all searched; and a list that has no room for most of them.
+SIZES = [(SHORT, 4096), (1, 4096), (16, 100)]
+
+
+def find_cuts(
+    logits: Tensor, params: TruncationParams, short: int = SHORT, capacity: int = 4096
+) -> tuple[Tensor, TruncationScratch]:
+    """Kept tokens, [P, VOCAB_SIZE] bool, and the scratch."""
+    inputs, scores = places_of(logits, params)
+    scratch = make_truncation_scratch(logits.shape[0], VOCAB_SIZE, logits.device, capacity)
+    top_k_cut(logits, inputs, params, scores, scratch, short)
+    scaled = scaled_by(logits, params)
+    ids = torch.arange(VOCAB_SIZE, device=logits.device)
+    value, token = scores.cut_value[:, None], scores.cut_token[:, None]
+    return ((scaled > value) | ((scaled == value) & (ids <= token))) & (scaled > -math.inf), scratch
+
+
+@pytest.mark.parametrize(("short", "capacity"), SIZES)
+@pytest.mark.parametrize("seed", range(4))
+def test_kept_tokens(device: torch.device, dtype: torch.dtype, seed: int, short: int, capacity: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = random_logits(40, generator).to(device, dtype)
+    params = random_params(40, generator, device)
+    scaled = scaled_by(logits, params)
+    found, scratch = find_cuts(logits, params, short, capacity)
+    expected = kept_by_reference(scaled, params, has_top_p=False)
+    assert (~expected & (scaled > -math.inf)).any()
+
+    # Where few tokens are left, top_p has made its cut too; elsewhere what top_k has left is weighed for it.
+    has_both = (params.flags & TOP_K != 0) & (params.flags & TOP_P != 0)
+    is_done = has_both & (scratch.total == 0)
+    is_weighed = has_both & (scratch.total != 0)
+    assert is_done.any() or short < SHORT
+    assert is_weighed.any()
+    mass = (scaled.double() - scratch.largest[:, None]).exp().mul(expected).sum(-1)
+    torch.testing.assert_close((scratch.total.double() * 2.0**-40)[is_weighed], mass[is_weighed], rtol=1e-5, atol=0)
+    expected = torch.where(is_done[:, None], kept_by_reference(scaled, params), expected)
+    differs = (found != expected).any(-1)
+    assert not (differs & ~(is_done & near_limit(scaled, params))).any()
+    assert int(differs.sum()) <= 2
+    assert found.any(-1).all()
+
+
+@pytest.mark.parametrize(("short", "capacity"), SIZES)
+def test_equal_scores_are_cut_by_token_id(device: torch.device, short: int, capacity: int) -> None:
+    logits = torch.zeros(5, VOCAB_SIZE, device=device)
+    logits[1, 0::2] = -0.0  # one value, however it is written
+    logits[2, :1000] = -1.0
+    logits[3] = -math.inf
+    logits[3, 700] = -3e38
+    logits[4] = torch.nan
+    logits[4, [3, 800, 1200]] = 0.0
+    params = make_params(5, device, top_k=torch.tensor([300, 300, 600, 5, 2]))
+    found, _ = find_cuts(logits, params, short, capacity)
+    assert found[0].nonzero().flatten().tolist() == list(range(300))
+    assert found[1].nonzero().flatten().tolist() == list(range(300))
+    assert found[2].nonzero().flatten().tolist() == list(range(100)) + list(range(1000, 1500))
+    assert found[3].nonzero().flatten().tolist() == [700]
+    assert found[4].nonzero().flatten().tolist() == [3, 800]
+
+
+@pytest.mark.parametrize(("short", "capacity"), SIZES)
+def test_min_p_may_leave_fewer_than_k(device: torch.device, short: int, capacity: int) -> None:
+    logits = torch.full((1, VOCAB_SIZE), -9.0, device=device)
+    logits[0, 200:520] = 1.0
+    found, _ = find_cuts(logits, make_params(1, device, top_k=400, min_p=0.5), short, capacity)
+    assert found[0].nonzero().flatten().tolist() == list(range(200, 520))
+
+
+def test_top_k_counts_before_top_p_weighs(device: torch.device) -> None:
+    logits = torch.zeros(1, VOCAB_SIZE, device=device)
+    found, _ = find_cuts(logits, make_params(1, device, top_k=10, top_p=0.5), short=2048)
+    assert found[0].nonzero().flatten().tolist() == list(range(5))
+
+
+@pytest.mark.parametrize(("short", "capacity"), SIZES)
+def test_a_place_does_not_depend_on_its_company(
+    device: torch.device, dtype: torch.dtype, short: int, capacity: int
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    logits = random_logits(6, generator).to(device, dtype)
+    params = random_params(6, generator, device)
+    together, _ = find_cuts(logits, params, short, capacity)
+    for place in range(6):
+        one = slice(place, place + 1)
+        alone, _ = find_cuts(logits[one], rows_of(params, one), short, capacity)
+        assert torch.equal(alone[0], together[place])
