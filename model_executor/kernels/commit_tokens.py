@@ -1,7 +1,7 @@
 """Match and commit on the device: the drawn tokens become part of the rows, and the outcome is written for the host.
 
 A chunk that does not end its prefill commits nothing and only moves on. Grid: one program an entry, which takes the
-best vocabulary block of each position, accepts draft tokens as long as they equal what was drawn, cuts at a stop token
+best slot of each position, accepts draft tokens as long as they equal what was drawn, cuts at a stop token
 and at max_len, and updates the row. `verifier_svc.sampling.commit` is the reference.
 """
 
@@ -39,16 +39,16 @@ def _commit_tokens_kernel(
     source_ptr,  # [num_reqs] int32
     period_ptr,  # [num_reqs] int64
     forced_ptr,  # [WIDTH - 1] float32
-    value_ptr,  # [num_reqs * WIDTH, num_blocks] float32
-    token_ptr,  # [num_reqs * WIDTH, num_blocks] int32
+    value_ptr,  # [num_reqs * WIDTH, num_slots] float32
+    token_ptr,  # [num_reqs * WIDTH, num_slots] int32
     outcome_ptr,  # [num_reqs, HEADER + WIDTH] int32
     row_stride,
     stop_stride,
     num_stops,
-    num_blocks,
+    num_slots,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
     STOPS: tl.constexpr,
     FORCED: tl.constexpr,
 ):
@@ -65,15 +65,15 @@ def _commit_tokens_kernel(
     length = tl.load(committed_len_ptr + row)
     text = token_ids_ptr + row * row_stride
     offset = tl.arange(0, PADDED)  # [PADDED] places of the entry
-    blocks = tl.arange(0, BLOCKS)
+    slots = tl.arange(0, SLOTS)
     is_place = offset <= draft_len
-    part = (entry * WIDTH + offset[:, None]) * num_blocks + blocks[None, :]
-    there = is_place[:, None] & (blocks[None, :] < num_blocks)
+    part = (entry * WIDTH + offset[:, None]) * num_slots + slots[None, :]
+    there = is_place[:, None] & (slots[None, :] < num_slots)
     values = tl.load(value_ptr + part, mask=there, other=float("-inf"))
     best = tl.max(values, axis=1)
     candidates = tl.load(token_ptr + part, mask=there, other=0x7FFFFFFF)
     drawn = tl.min(tl.where(values == best[:, None], candidates, 0x7FFFFFFF), axis=1)
-    # Not a number in every block: some token must come out all the same.
+    # Not a number in every slot: some token must come out all the same.
     drawn = tl.where(drawn == 0x7FFFFFFF, 0, drawn)
     draft = tl.load(text + length + offset, mask=offset < draft_len, other=-1)
     if FORCED:
@@ -126,12 +126,12 @@ def commit_tokens(
         stop_token_ids: [R, S] int64, padded with -1.
         seed: [R] int64; forced acceptance draws its chances with it.
         inputs: of this step.
-        values, tokens: [num_reqs * width, num_blocks].
+        values, tokens: [num_reqs * width, num_slots].
         outcome: [num_reqs, OUTCOME_HEADER + width] int32, written; num_emitted is 0 for a row that samples
             nothing.
         forced_acceptance: for benchmarks, [width - 1] float32: chance that at least this many drafts are accepted.
     """
-    num_blocks = values.shape[1]
+    num_slots = values.shape[1]
     _commit_tokens_kernel[(inputs.idx_mapping.shape[0],)](
         rows.token_ids,
         rows.committed_len,
@@ -154,10 +154,10 @@ def commit_tokens(
         rows.token_ids.stride(0),
         stop_token_ids.stride(0),
         stop_token_ids.shape[1],
-        num_blocks,
+        num_slots,
         WIDTH=inputs.width,
         PADDED=triton.next_power_of_2(inputs.width),
-        BLOCKS=triton.next_power_of_2(num_blocks),
+        SLOTS=triton.next_power_of_2(num_slots),
         STOPS=triton.next_power_of_2(stop_token_ids.shape[1]),
         FORCED=forced_acceptance is not None,
     )

@@ -43,11 +43,11 @@ _NO_TOKEN: Final = tl.constexpr(0x7FFFFFFF)
 
 
 @triton.jit
-def _best_draw(values, tokens, num_blocks, BLOCKS: tl.constexpr):
+def _best_draw(values, tokens, num_slots, SLOTS: tl.constexpr):
     """Best value of a place and its token, as `commit_tokens` takes them: of equal ones the lowest."""
-    block = tl.arange(0, BLOCKS)
-    value = tl.load(values + block, mask=block < num_blocks, other=float("-inf"))
-    token = tl.load(tokens + block, mask=block < num_blocks, other=_NO_TOKEN)
+    slot = tl.arange(0, SLOTS)
+    value = tl.load(values + slot, mask=slot < num_slots, other=float("-inf"))
+    token = tl.load(tokens + slot, mask=slot < num_slots, other=_NO_TOKEN)
     best = tl.max(value)
     return best, tl.min(tl.where(value == best, token, _NO_TOKEN))
 
@@ -69,16 +69,16 @@ def _check_kernel(
     cut_value_ptr,  # [P] float32
     largest_ptr,  # [P] float32
     total_ptr,  # [P] int64
-    value_ptr,  # [P, num_blocks] float32
-    token_ptr,  # [P, num_blocks] int32
+    value_ptr,  # [P, num_slots] float32
+    token_ptr,  # [P, num_slots] int32
     part_mass_ptr,  # [P, SPLITS, 2] int64
     num_listed_ptr,  # [P, 2] int32
     listed_ptr,  # [P, CAPACITY] int64
     vocab_size,
-    num_blocks,
+    num_slots,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
@@ -92,7 +92,7 @@ def _check_kernel(
     temperature = tl.load(temperature_ptr + row)
     floor = tl.load(cut_value_ptr + place)  # all that rows without top_k need; the others' total is known
     largest = tl.load(largest_ptr + place)
-    _, pivot = _best_draw(value_ptr + place * num_blocks, token_ptr + place * num_blocks, num_blocks, BLOCKS)
+    _, pivot = _best_draw(value_ptr + place * num_slots, token_ptr + place * num_slots, num_slots, SLOTS)
     pivot_score = load_scores(
         logits_ptr, processed_ptr, place, vocab_size, pivot, pivot < vocab_size, row_flags, temperature
     )
@@ -156,13 +156,13 @@ def _redraw_kernel(
     part_mass_ptr,  # [P, SPLITS, 2] int64
     num_listed_ptr,  # [P, 2] int32
     listed_ptr,  # [P, CAPACITY] int64
-    value_ptr,  # [P, num_blocks] float32
-    token_ptr,  # [P, num_blocks] int32
+    value_ptr,  # [P, num_slots] float32
+    token_ptr,  # [P, num_slots] int32
     vocab_size,
-    num_blocks,
+    num_slots,
     WIDTH: tl.constexpr,
     SPLITS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    SLOTS: tl.constexpr,
     GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
@@ -187,8 +187,8 @@ def _redraw_kernel(
     num_groups = tl.load(num_listed_ptr + place * 2 + 1)
     is_listed = num_groups <= CAPACITY
     num_groups = tl.where(is_listed, num_groups, (vocab_size + 3) // 4)
-    values, tokens = value_ptr + place * num_blocks, token_ptr + place * num_blocks
-    best, pivot = _best_draw(values, tokens, num_blocks, BLOCKS)
+    values, tokens = value_ptr + place * num_slots, token_ptr + place * num_slots
+    best, pivot = _best_draw(values, tokens, num_slots, SLOTS)
     pivot_score = load_scores(
         logits_ptr, processed_ptr, place, vocab_size, pivot, pivot < vocab_size, row_flags, temperature
     )
@@ -221,8 +221,8 @@ def _redraw_kernel(
             is_before = _stands_before(scores, candidates, pivot_score, pivot)
             mass += tl.where(is_before, weigh(scores, largest), 0)
         mass_before = tl.where(best > float("-inf"), tl.sum(mass), 0)  # no way to go on for ever
-    block = tl.arange(0, BLOCKS)
-    tl.store(values + block, tl.where(block == 0, best, float("-inf")), mask=block < num_blocks)
+    slot = tl.arange(0, SLOTS)
+    tl.store(values + slot, tl.where(slot == 0, best, float("-inf")), mask=slot < num_slots)
     tl.store(tokens, tl.minimum(pivot, vocab_size - 1))
 
 
@@ -246,16 +246,16 @@ def top_p_draw(
         seed, committed_len: [R] int64, as in `gumbel_argmax`.
         scores: as `top_k_cut` left them.
         scratch: as `top_k_cut` left it.
-        values: [num_reqs * width, num_blocks] float32, as `gumbel_argmax` left them; where the draw is replaced,
+        values: [num_reqs * width, num_slots] float32, as `gumbel_argmax` left them; where the draw is replaced,
             the first one is that of the new token, and the others are -inf.
-        tokens: [num_reqs * width, num_blocks] int32.
+        tokens: [num_reqs * width, num_slots] int32.
     """
     num_places, vocab_size = logits.shape
-    num_blocks = values.shape[1]
+    num_slots = values.shape[1]
     score_args = (logits, scores.processed, params.flags, params.temperature)
     place_args = (inputs.idx_mapping, inputs.num_samples)
     listed = (scratch.num_listed, scratch.listed)
-    blocks, capacity = triton.next_power_of_2(num_blocks), scratch.listed.shape[1]
+    slots, capacity = triton.next_power_of_2(num_slots), scratch.listed.shape[1]
     _check_kernel[(num_places, NUM_SPLITS)](
         *score_args,
         *place_args,
@@ -267,10 +267,10 @@ def top_p_draw(
         scratch.part_mass,
         *listed,
         vocab_size,
-        num_blocks,
+        num_slots,
         WIDTH=inputs.width,
         SPLITS=NUM_SPLITS,
-        BLOCKS=blocks,
+        SLOTS=slots,
         GROUPS=_CHECK_GROUPS,
         CAPACITY=capacity,
     )
@@ -287,10 +287,10 @@ def top_p_draw(
         values,
         tokens,
         vocab_size,
-        num_blocks,
+        num_slots,
         WIDTH=inputs.width,
         SPLITS=NUM_SPLITS,
-        BLOCKS=blocks,
+        SLOTS=slots,
         GROUPS=_DRAW_GROUPS,
         CAPACITY=capacity,
         num_warps=8,

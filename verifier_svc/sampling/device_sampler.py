@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from common.types import TokenLogprobs
-from model_executor.kernels.gumbel_argmax import BLOCK, gumbel_argmax
+from model_executor.kernels.gumbel_argmax import gumbel_argmax, num_slots_for
 from model_executor.kernels.process_logits import ProcessorParams, process_logits
 from model_executor.kernels.sampling_scores import Places, ProcessedScores
 from model_executor.kernels.token_logprobs import (
@@ -39,10 +39,11 @@ from verifier_svc.sampling.state import SamplingState
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What `commit_tokens` takes: the best of every vocabulary block at every place. Views of the sampler's buffers."""
+    """What `commit_tokens` takes: the best of every slot of the vocabulary at every place. Views of the sampler's
+    buffers."""
 
-    values: Tensor  # [P, num_blocks] float32
-    tokens: Tensor  # [P, num_blocks] int32
+    values: Tensor  # [P, num_slots] float32
+    tokens: Tensor  # [P, num_slots] int32
 
 
 class DeviceSampler:
@@ -63,11 +64,9 @@ class DeviceSampler:
         self._rows = rows
         self._tables: ProcessorTables = state.tables
         device, vocab_size = state.device, state.vocab_size
-        num_blocks = -(-vocab_size // BLOCK)
-        self._draws = Draws(
-            values=torch.empty(max_places, num_blocks, dtype=torch.float32, device=device),
-            tokens=torch.empty(max_places, num_blocks, dtype=torch.int32, device=device),
-        )
+        num_slots = max_places * num_slots_for(1, vocab_size)  # a few places have the most each
+        self._values = torch.empty(num_slots, dtype=torch.float32, device=device)
+        self._tokens = torch.empty(num_slots, dtype=torch.int32, device=device)
         self._scores = ProcessedScores(
             flags=state.row_flags,
             processed=torch.empty(max_places, vocab_size, dtype=torch.float32, device=device),
@@ -136,7 +135,9 @@ class DeviceSampler:
 
     def _draw(self, logits: Tensor, inputs: Places, scores: ProcessedScores | None) -> Draws:
         state, num_places = self._state, logits.shape[0]
-        draws = Draws(self._draws.values[:num_places], self._draws.tokens[:num_places])
+        num_slots = num_slots_for(num_places, logits.shape[1])
+        size = num_places * num_slots
+        draws = Draws(self._values[:size].view(-1, num_slots), self._tokens[:size].view(-1, num_slots))
         gumbel_argmax(
             logits,
             state.temperature,
