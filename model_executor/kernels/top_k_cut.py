@@ -5,7 +5,8 @@ Kept are tokens above the cut score, and those at it with an id up to the cut to
 tokens: there its cut is made here too. Four kernels; a program of a place that does not need one returns at once.
 
 1. `_stats_kernel` (places x NUM_SPLITS): the largest score, and that of each GROUP tokens for top_k.
-2. `_floor_kernel` (places): what min_p keeps, and a floor for top_k: k groups that reach it are k different tokens.
+2. `_floor_kernel` (places): what min_p keeps, and floors below which nothing can be kept. For top_k: k groups that
+   reach it are k different tokens. For top_p: all tokens below it together weigh less than top_p drops.
 3. `_collect_kernel` (places x NUM_SPLITS), for top_k: lists the tokens from the floor on.
 4. `_cut_kernel` (places), for top_k: counts what stands before each token of a short list. A long one, or all tokens
    where the list has no room for them, is searched for the k-th token, 16 ways a round.
@@ -73,7 +74,7 @@ class TruncationScratch:
     part_max: Tensor  # [P, NUM_SPLITS] float32
     group_max: Tensor  # [P, num_groups] float32
     largest: Tensor  # [P] float32, finite
-    floor: Tensor  # [P] float32
+    floor: Tensor  # [P] float32, of min_p, or of top_k where that is higher
     total: Tensor  # [P] int64, what the kept tokens weigh; -1: not summed; 0: top_p has made its cut already
     num_listed: Tensor  # [P, 2] int32, of `top_k_cut` and of `top_p_draw`, beyond capacity too
     listed: Tensor  # [P, capacity] int64: keys of tokens in `top_k_cut`, then groups of four tokens in `top_p_draw`
@@ -165,6 +166,7 @@ def _kth_group_floor(group_max, num_groups, k, largest, BLOCK: tl.constexpr):
 def _floor_kernel(
     flags_ptr,  # [R] int32
     top_k_ptr,  # [R] int64
+    top_p_ptr,  # [R] float32
     log_min_p_ptr,  # [R] float32
     row_ptr,  # [num_reqs] int64
     num_samples_ptr,  # [num_reqs] int64
@@ -190,7 +192,11 @@ def _floor_kernel(
     floor = tl.full((), float("-inf"), tl.float32)
     if (row_flags & MIN_P) != 0:
         floor = largest + tl.load(log_min_p_ptr + row)
-    tl.store(cut_value_ptr + place, floor)  # all that a row without top_k needs
+    cut_value = floor
+    if (row_flags & (TOP_K | TOP_P)) == TOP_P:
+        # The largest token alone weighs 1 and top_p drops 1 - top_p of the whole; one half is room for rounding.
+        cut_value = tl.maximum(floor, largest + tl.log(0.5 * (1.0 - tl.load(top_p_ptr + row)) / vocab_size))
+    tl.store(cut_value_ptr + place, cut_value)  # all that a row without top_k needs
     tl.store(cut_token_ptr + place, vocab_size)
     tl.store(largest_ptr + place, largest)
     tl.store(total_ptr + place, -1)
@@ -199,7 +205,7 @@ def _floor_kernel(
         floor = tl.maximum(
             floor, _kth_group_floor(group_max_ptr + place * num_groups, num_groups, top_k, largest, BLOCK)
         )
-        tl.store(floor_ptr + place, floor)
+    tl.store(floor_ptr + place, floor)
 
 
 @triton.jit
@@ -400,6 +406,7 @@ def top_k_cut(
     _floor_kernel[(num_places,)](
         params.flags,
         params.top_k,
+        params.top_p,
         params.log_min_p,
         *place_args,
         scratch.part_max,

@@ -66,7 +66,7 @@ def _check_kernel(
     temperature_ptr,  # [R] float32
     row_ptr,  # [num_reqs] int64
     num_samples_ptr,  # [num_reqs] int64
-    cut_value_ptr,  # [P] float32
+    floor_ptr,  # [P] float32
     largest_ptr,  # [P] float32
     total_ptr,  # [P] int64
     value_ptr,  # [P, num_slots] float32
@@ -90,7 +90,7 @@ def _check_kernel(
     if tl.load(total_ptr + place) == 0:  # the cut is that of top_p already
         return
     temperature = tl.load(temperature_ptr + row)
-    floor = tl.load(cut_value_ptr + place)  # all that rows without top_k need; the others' total is known
+    floor = tl.load(floor_ptr + place)  # all that rows without top_k need; the others' total is known
     largest = tl.load(largest_ptr + place)
     _, pivot = _best_draw(value_ptr + place * num_slots, token_ptr + place * num_slots, num_slots, SLOTS)
     pivot_score = load_scores(
@@ -259,7 +259,7 @@ def top_p_draw(
     _check_kernel[(num_places, NUM_SPLITS)](
         *score_args,
         *place_args,
-        scores.cut_value,
+        scratch.floor,
         scratch.largest,
         scratch.total,
         values,
