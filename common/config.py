@@ -93,7 +93,8 @@ class EngineConfig(BaseModel):
     cuda_graphs: Literal["full", "piecewise", "none"] = "full"
     """full: a step on a GPU is one graph; piecewise: steps with prompts are one between attentions; none: no graphs."""
     max_prefill_beside_decode: int | None = Field(default=None, ge=16)
-    """Prompt tokens of a step in which other rows decode; None: 256 on a GPU, and no bound of its own on a CPU."""
+    """Prompt tokens of a step in which other rows decode, less what these take, but at least half of it; None: 256 on a
+    GPU, and no bound of its own on a CPU."""
     debug_step_path: bool = False
     """On a GPU, fail if handing over a step waits for the device or allocates memory."""
     enable_prefix_caching: bool = True

@@ -46,7 +46,7 @@ ASYNC_DEPTH = 2
 """Steps in flight of the asynchronous loop."""
 
 CUDA_PREFILL_BESIDE_DECODE = 256
-"""Prompt tokens of a step in which other rows decode: with more, a long prompt makes all streams stutter."""
+"""Tokens of a step with prompts in which other rows decode: with more, a long prompt makes all streams stutter."""
 
 
 @dataclass(frozen=True, slots=True)

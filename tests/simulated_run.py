@@ -137,6 +137,8 @@ class SimulatedRun:
         if bound is None or not any(planned.max_draft_tokens for planned in plan.rows):
             return
         num_prefill = sum(p.num_tokens for p in plan.rows if p.num_tokens > 1 or p.max_new_tokens == 0)
+        num_decode = sum(p.num_tokens + p.max_draft_tokens for p in plan.rows if p.max_draft_tokens)
+        bound = max(bound - num_decode, bound // 2)
         assert num_prefill <= bound, "prompts keep rows that decode waiting"
         self.num_bounded += num_prefill == bound
 

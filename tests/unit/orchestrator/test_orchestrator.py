@@ -216,19 +216,28 @@ def test_prompts_are_short_beside_rows_that_decode_and_long_without_any() -> Non
     # "a" is still in its prompt, so that the rest of the step is for "b".
     assert num_tokens(step(orchestrator)) == [3, 20]
     orchestrator.add(make_request("c", 15))
-    assert [num_tokens(step(orchestrator)) for _ in range(4)] == [[1, 1, 6], [1, 1, 6], [1, 1, 3], [1, 1, 1]]
+    assert [num_tokens(step(orchestrator)) for _ in range(4)] == [[1, 1, 4], [1, 1, 4], [1, 1, 4], [1, 1, 3]]
 
 
 def test_prompts_share_what_they_may_take_beside_rows_that_decode() -> None:
-    orchestrator = make(tokens=32, beside=6)
+    orchestrator = make(tokens=32, beside=8)
     orchestrator.add(make_request("a", 3, k=2))
     step(orchestrator)
     for name in "bc":
         orchestrator.add(make_request(name, 4))
     planned = step(orchestrator)
-    assert [(row.num_tokens, row.max_draft_tokens) for row in planned.rows] == [(1, 2), (4, 0), (2, 0)]
+    assert [(row.num_tokens, row.max_draft_tokens) for row in planned.rows] == [(1, 2), (4, 0), (1, 0)]
     assert [new.request.request_id for new in planned.new_rows] == ["b", "c"]
-    assert num_tokens(step(orchestrator)) == [1, 1, 2]
+    assert num_tokens(step(orchestrator)) == [1, 1, 3]
+
+
+def test_rows_that_decode_leave_prompts_half_of_what_these_may_take() -> None:
+    orchestrator = make(tokens=32, beside=6)
+    for name in "abc":
+        orchestrator.add(make_request(name, 2, k=3))
+    step(orchestrator)
+    orchestrator.add(make_request("d", 9))
+    assert [num_tokens(step(orchestrator)) for _ in range(3)] == [[1, 1, 1, 3]] * 3
 
 
 def test_a_request_waits_for_a_step_with_room_for_its_prompt() -> None:
