@@ -240,17 +240,20 @@ class AttentionTiles:
 
 
 def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles:
-    """Best of some dozens each, measured on an H200 at a context of 1280 with 8 KV heads and 1, 16 and 64 requests.
+    """Best of some dozens each, measured on an H200 at a context of 1280 with 8 KV heads and 1 to 64 requests.
 
-    Small batches are bound by latency and take many splits with many warps each; large ones by memory, and want many
-    small programs on a multiprocessor. Tiles of 64 head dimensions (a row of 128 bytes) are quickest: all of a head of
-    64, and half of one of 128 at a time (84 us instead of 90 for 64 requests).
+    One request is bound by latency and takes many splits; large batches are bound by memory, and want about as many
+    small programs as the multiprocessors hold. Tiles of 64 head dimensions (a row of 128 bytes) are quickest: all of a
+    head of 64, and half of one of 128 at a time (84 us instead of 90 for 64 requests).
     """
     pairs = num_reqs * num_kv_heads
-    num_splits = 16 if pairs <= 32 else max(1, min(16, 384 // pairs))
     if head_dim > 64:
-        return AttentionTiles(64, 8, 2, num_splits) if pairs <= 32 else AttentionTiles(64, 2, 4, num_splits)
-    return AttentionTiles(128, 4, 2, num_splits) if num_splits > 1 else AttentionTiles(128, 2, 3, num_splits)
+        if pairs <= 8:
+            return AttentionTiles(64, 8, 2, 16)
+        return AttentionTiles(64, 2, 4, max(1, min(12, (432 + pairs // 2) // pairs)))
+    if pairs > 384:
+        return AttentionTiles(128, 2, 3, 1)
+    return AttentionTiles(128, 4, 2, min(12, 384 // pairs))
 
 
 @dataclass(frozen=True, slots=True)
