@@ -48,7 +48,7 @@ class Sizes:
     """Entries, query tokens of each, context before them."""
     num_rows: int = 64
     text_len: int = 32768
-    product_rows: tuple[int, ...] = (1, 4, 16)
+    product_rows: tuple[int, ...] = (1, 4, 16, 64)
 
 
 DEFAULT_SIZES = Sizes()

@@ -15,7 +15,8 @@ from model_executor.kernels import silu_mul as silu
 from model_executor.kernels.ngram_search import ngram_search
 from model_executor.kernels.rms_norm import NormTiles, rms_norm
 from model_executor.kernels.silu_mul import SiluTiles, silu_mul
-from model_executor.kernels.small_gemm import small_gemm
+from model_executor.kernels.small_gemm import MAX_TOKENS, make_norm_input, small_gemm
+from model_executor.kernels.wide_gemm import make_split_parts, make_wide_norm_input, wide_gemm
 
 
 def _products(shape: Shape) -> list[tuple[str, int, int]]:
@@ -31,29 +32,43 @@ def _products(shape: Shape) -> list[tuple[str, int, int]]:
 
 
 def _product_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    """Products as the fused steps run them, with what is before and after them, beside the vendor's alone."""
     for name, columns, inner in _products(shape):
         for num_rows in sizes.product_rows:
             size = f"{shape.name} {name}, {num_rows} x {inner} x {columns}"
-            for kernel in ("small_gemm", "torch mm"):
-                yield Case(kernel, size, partial(_product, shape, kernel, name, num_rows, columns, inner))
+            fused = "small_gemm" if num_rows <= MAX_TOKENS else "wide_gemm"
+            yield Case(fused, size, partial(_fused_product, shape, name, num_rows, columns, inner))
+            yield Case("torch mm", size, partial(_product, shape, num_rows, columns, inner))
 
 
-def _product(
-    shape: Shape, kernel: str, name: str, num_rows: int, columns: int, inner: int, device: torch.device
-) -> Work:
-    num_bytes = columns * inner * shape.dtype.itemsize
-    # Filled by one value: random weights would take longer than the kernel, and zeros draw less power.
-    weights = [
-        torch.full((columns, inner), 0.01, dtype=shape.dtype, device=device) for _ in range(copies_for(num_bytes))
-    ]
+def _fused_product(shape: Shape, name: str, num_rows: int, columns: int, inner: int, device: torch.device) -> Work:
+    weights = _weights(shape, columns, inner, device)
     x = torch.randn(num_rows, inner, dtype=shape.dtype, device=device)
-    silu = kernel == "small_gemm" and name == "gate_up"
-    out = torch.empty(num_rows, columns // 2 if silu else columns, dtype=shape.dtype, device=device)
-    if kernel == "small_gemm":
-        launches = [partial(small_gemm, x, weight, out, silu=silu) for weight in weights]
+    out = torch.empty(num_rows, columns // 2 if name == "gate_up" else columns, dtype=shape.dtype, device=device)
+    product, make_norm = small_gemm, make_norm_input
+    if num_rows > MAX_TOKENS:
+        product, make_norm = partial(wide_gemm, parts=make_split_parts(device)), make_wide_norm_input
+    if name in ("o", "down"):
+        next_input = make_norm(columns, shape.dtype, device)
+        norm_weight = torch.ones(columns, dtype=shape.dtype, device=device)
+        product = partial(product, residual=torch.zeros_like(out), next_weight=norm_weight, next_input=next_input)
     else:
-        launches = [partial(torch.mm, x, weight.t(), out=out) for weight in weights]
-    return Work(list(launches), num_bytes)
+        square_sums = make_norm(inner, shape.dtype, device).square_sums
+        product = partial(product, square_sums=square_sums, eps=1e-5, silu=name == "gate_up")
+    return Work([partial(product, x, weight, out) for weight in weights], weights[0].nbytes)
+
+
+def _product(shape: Shape, num_rows: int, columns: int, inner: int, device: torch.device) -> Work:
+    weights = _weights(shape, columns, inner, device)
+    x = torch.randn(num_rows, inner, dtype=shape.dtype, device=device)
+    out = torch.empty(num_rows, columns, dtype=shape.dtype, device=device)
+    return Work([partial(torch.mm, x, weight.t(), out=out) for weight in weights], weights[0].nbytes)
+
+
+def _weights(shape: Shape, columns: int, inner: int, device: torch.device) -> list[torch.Tensor]:
+    """Filled by one value: random weights would take longer than the kernel, and zeros draw less power."""
+    count = copies_for(columns * inner * shape.dtype.itemsize)
+    return [torch.full((columns, inner), 0.01, dtype=shape.dtype, device=device) for _ in range(count)]
 
 
 def _rms_norm_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:

@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # one kernel for outcomes of any length
 def _copy_to_host_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)

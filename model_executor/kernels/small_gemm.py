@@ -118,7 +118,7 @@ class GemmTiles:
     num_stages: int
 
 
-def tiles_for(num_columns: int, inner: int, silu: bool) -> GemmTiles:
+def tiles_for(num_columns: int, inner: int, silu: bool, itemsize: int = 2) -> GemmTiles:
     """Best of 26 to 86 ways each, measured on an H200 with the shapes of an 8B and a 1B Llama and 1 to 16 rows.
 
     Tiles divide the product: `fits` says which products can be cut so.
@@ -135,9 +135,8 @@ def tiles_for(num_columns: int, inner: int, silu: bool) -> GemmTiles:
         tiles = GemmTiles(16, 256, 2, 4) if inner <= 8192 else GemmTiles(32, 256, 2, 6)
     else:
         tiles = GemmTiles(64, 128, 4, 6)
-    return GemmTiles(
-        math.gcd(num_columns, tiles.block_n), math.gcd(inner, tiles.block_k), tiles.num_warps, tiles.num_stages
-    )
+    block_k = tiles.block_k * 2 // itemsize  # float32 has the same shared memory
+    return GemmTiles(math.gcd(num_columns, tiles.block_n), math.gcd(inner, block_k), tiles.num_warps, tiles.num_stages)
 
 
 def fits(num_columns: int, inner: int) -> bool:
@@ -175,7 +174,7 @@ def small_gemm(
     """
     num_tokens, inner = x.shape
     columns = out.shape[1]
-    tiles = tiles or tiles_for(columns, inner, silu)
+    tiles = tiles or tiles_for(columns, inner, silu, x.element_size())
     num_parts = 0 if square_sums is None else square_sums.shape[0]
     _small_gemm_kernel[(triton.cdiv(columns, tiles.block_n),)](
         x,

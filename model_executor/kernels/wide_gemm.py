@@ -121,30 +121,28 @@ class WideTiles:
     num_stages: int
 
 
+def _block_n(num_columns: int, silu: bool, itemsize: int) -> int:
+    if itemsize > 2:  # float32 has no tensor cores, and registers for less
+        return math.gcd(num_columns, 32)
+    return math.gcd(num_columns, 128 if num_columns > (8192 if silu else 65536) else 64)
+
+
 def tiles_for(num_columns: int, inner: int, silu: bool, itemsize: int = 2) -> WideTiles:
     """Best of 14 to 98 ways each, measured on an H200 with the shapes of an 8B and a 1B Llama and 32 and 64 rows.
 
     Tiles divide the product: `small_gemm.fits` says which products can be cut so.
     """
-    if silu:
-        block_n, block_k = (128, 64) if num_columns > 8192 else (64, 128)
-        num_splits = 1
-    elif num_columns > 65536:
-        block_n, block_k, num_splits = 128, 128, 1
-    else:
-        block_n, block_k = 64, 128
-        num_splits = max(1, min(_MAX_SPLITS, _FULL_COLUMNS // num_columns))
-    if itemsize > 2:  # float32 has no tensor cores, and registers for less
-        block_n, block_k = 32, 32
-    return WideTiles(math.gcd(num_columns, block_n), math.gcd(inner, block_k), num_splits, 4, 4)
+    block_k = 32 if itemsize > 2 else 64 if silu and num_columns > 8192 else 128
+    num_splits = 1 if silu else max(1, min(_MAX_SPLITS, _FULL_COLUMNS // num_columns))
+    return WideTiles(_block_n(num_columns, silu, itemsize), math.gcd(inner, block_k), num_splits, 4, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitParts:
     """Where splits leave their sums. Products run one after the other and share it."""
 
-    parts: Tensor  # float32
-    arrived: Tensor  # int32, zero between launches
+    parts: Tensor  # [_FULL_COLUMNS * MAX_TOKENS] float32
+    arrived: Tensor  # [_FULL_COLUMNS // 16] int32, zero between launches
 
 
 def make_split_parts(device: torch.device) -> SplitParts:
@@ -181,6 +179,8 @@ def wide_gemm(
     num_tokens, inner = x.shape
     columns = out.shape[1]
     tiles = tiles or tiles_for(columns, inner, silu, x.element_size())
+    if tiles.num_splits > 1 and (silu or columns * tiles.num_splits > _FULL_COLUMNS):
+        raise ValueError(f"{tiles.num_splits} splits of {columns} columns, silu = {silu}: no room for the parts")
     num_parts = 0 if square_sums is None else square_sums.shape[0]
     _wide_gemm_kernel[(columns // tiles.block_n, tiles.num_splits)](
         TensorDescriptor.from_tensor(x, [MAX_TOKENS, tiles.block_k]),
@@ -216,7 +216,7 @@ def wide_gemm(
 
 def make_wide_norm_input(num_columns: int, dtype: torch.dtype, device: torch.device) -> NormInput:
     """Buffers that `wide_gemm` fills for a norm over `num_columns`, with the tiles of its own choice."""
-    block_n = tiles_for(num_columns, num_columns, silu=False, itemsize=dtype.itemsize).block_n
+    block_n = _block_n(num_columns, silu=False, itemsize=dtype.itemsize)
     return NormInput(
         scaled=torch.zeros(MAX_TOKENS, num_columns, dtype=dtype, device=device),
         square_sums=torch.zeros(num_columns // block_n, MAX_TOKENS, dtype=torch.float32, device=device),

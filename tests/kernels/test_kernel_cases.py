@@ -12,7 +12,7 @@ from bench.kernel_case import BEYOND_L2, MAX_COPIES, Case, Shape, Sizes, copies_
 from bench.kernel_cases import kernel_cases
 from bench.random_model import SHAPES
 
-SIZES = Sizes((2,), 3, 20, 64, ((2, 32, 0), (1, 16, 16)), 2, 64, (4,))
+SIZES = Sizes((2,), 3, 20, 64, ((2, 32, 0), (1, 16, 16)), 2, 64, (4, 20))
 
 
 @pytest.fixture
@@ -38,7 +38,8 @@ def test_every_case_runs(tiny_shape: Shape, device: torch.device) -> None:
         work = case.make(device)
         assert len(work.launches) == 1
         work.launches[0]()
-    assert len(cases["small_gemm"]) == len(cases["torch mm"]) == 5
+    assert len(cases["small_gemm"]) == len(cases["wide_gemm"]) == 5
+    assert len(cases["torch mm"]) == 10
     assert len(cases["verify_attention"]) == 2
     assert len(cases["torch sdpa"]) == 1  # of the prompt without context
 
@@ -50,7 +51,7 @@ def test_bytes_and_flops(tiny_shape: Shape, device: torch.device) -> None:
     assert num_bytes["write_kv"] == 2 * 64 * (2 + 2) * 32 * 4
     assert num_bytes["silu_mul"] == 64 * 96 * 3 * 4
     assert num_bytes["rms_norm"] == 2 * 64 * 64 * 4
-    assert num_bytes["small_gemm"] == num_bytes["torch mm"] == 128 * 64 * 4
+    assert num_bytes["small_gemm"] == num_bytes["wide_gemm"] == num_bytes["torch mm"] == 128 * 64 * 4
     assert num_bytes["ngram_search"] == 2 * 64 * 4
     chunk = cases["prefill_attention"][-1].make(device)
     assert chunk.num_flops == 2 * 2 * 32 * 4 * sum(range(17, 33))

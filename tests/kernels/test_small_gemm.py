@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from model_executor.kernels.small_gemm import GemmTiles, make_norm_input, small_gemm, small_gemm_ref
+from model_executor.kernels import wide_gemm
+from model_executor.kernels.small_gemm import GemmTiles, make_norm_input, small_gemm, small_gemm_ref, tiles_for
 
 EPS = 1e-5
 TILES = GemmTiles(16, 64, 2, 2)
@@ -51,3 +52,19 @@ def test_a_norm_travels_from_one_product_to_the_next(device: torch.device, dtype
     assert relative_error(out, small_gemm_ref(stream, gate_up, norm_weight=norm_weight, eps=EPS, silu=True)) < (
         2 * tolerance(dtype)
     )
+
+
+PRODUCTS = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (6144, 4096), (4096, 4096), (14336, 4096)]
+PRODUCTS += [(4096, 14336), (11008, 4096), (4096, 11008), (896, 896), (4864, 896), (1536, 8960), (128256, 4096)]
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("num_columns", "inner"), PRODUCTS)
+def test_tiles_fit_the_shared_memory_of_a_multiprocessor(num_columns: int, inner: int, itemsize: int) -> None:
+    most = 227 << 10
+    for silu in (False, True):
+        small = tiles_for(num_columns, inner, silu, itemsize)
+        wide = wide_gemm.tiles_for(num_columns, inner, silu, itemsize)
+        for tiles, num_rows in ((small, 16), (wide, wide_gemm.MAX_TOKENS)):
+            columns = tiles.block_n * (2 if silu else 1)
+            assert tiles.num_stages * (columns + num_rows) * tiles.block_k * itemsize <= most

@@ -22,7 +22,9 @@ NUM_TOKENS = (1, 17, MAX_TOKENS)
 
 @pytest.fixture
 def parts(device: torch.device) -> SplitParts:
-    return make_split_parts(device)
+    made = make_split_parts(device)
+    made.parts.fill_(torch.nan)  # a part that nobody writes shows
+    return made
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -82,7 +84,16 @@ def test_splits_of_one_product_do_not_depend_on_their_order(device: torch.device
     outs = [torch.empty(33, 64, device=device) for _ in range(4)]
     for out in outs:
         wide_gemm(x, weight, out, parts=parts, tiles=WideTiles(32, 32, 8, 4, 2))
+    assert relative_error(outs[0], small_gemm_ref(x, weight)) < tolerance(torch.float32)
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_tiles_that_the_parts_have_no_room_for(device: torch.device, parts: SplitParts) -> None:
+    x, weight, out = (torch.zeros(size, device=device) for size in ((1, 32), (256, 32), (1, 128)))
+    with pytest.raises(ValueError, match="2 splits of 128 columns, silu = True"):
+        wide_gemm(x, weight, out, parts=parts, silu=True, tiles=WideTiles(32, 32, 2, 4, 2))
+    with pytest.raises(ValueError, match="65 splits of 128 columns"):
+        wide_gemm(x, weight[:128], out, parts=parts, tiles=WideTiles(32, 32, 65, 4, 2))
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

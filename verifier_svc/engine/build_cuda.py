@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -69,12 +70,13 @@ def build_cuda_engine_parts(
 
     # One row more than requests can have: a step fills its unused entries with it.
     rows = RowState(config.max_num_seqs + 1, loaded.max_model_len, BLOCK_SIZE, device)
-    rows.committed_len[-1] = 1  # it has a last token to look at
     sampling = SamplingState(config.max_num_seqs + 1, loaded.config.vocab_size, device, has_tables=True)
     row_bytes = tensor_bytes(vars(rows).values()) + tensor_bytes(vars(sampling).values())
     if sampling.tables is not None:
         row_bytes += tensor_bytes(getattr(sampling.tables, field.name) for field in fields(sampling.tables))
     stager = WriteStager(max(1 << 20, 8 * loaded.max_model_len), depth)
+    stager.write(rows.committed_len, config.max_num_seqs, np.ones(1, dtype=np.int64))  # it has a last token to look at
+    stager.flush()
     drafts = build_drafts(stager)
     decoder = FusedDecoder(loaded.config, loaded.parameters, layers, loaded.max_model_len)
     parts = StepParts(
@@ -168,7 +170,7 @@ def _token_counts(config: EngineConfig) -> list[int]:
 
 
 def _measure_graphs(config: EngineConfig, parts: StepParts, shapes: Sequence[StepShape]) -> int:
-    """Bytes that all graphs will take, judged by three of them; and every kernel has run once after this."""
+    """Bytes that all graphs will take, judged by three of them; and the kernels of steps have run once after this."""
     for shape in _eager_shapes(config, max(shape.num_draft for shape in shapes))[-4:]:
         DeviceStep(shape, parts).run_idle()
     torch.cuda.synchronize()

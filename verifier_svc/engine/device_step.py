@@ -161,6 +161,7 @@ class DeviceStep:
         self.inputs.batch[1:].zero_()
         for call in self._calls:
             call()
+        self.logprobs()  # no part of the graph, but compiled before the first request that asks for it
 
     def capture(self, mode: Capture, pool: Any | None) -> Any:
         """Make a graph of the step, or of its pieces between attentions. Returns the memory pool, to be shared."""

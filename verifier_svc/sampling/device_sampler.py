@@ -64,9 +64,9 @@ class DeviceSampler:
         self._rows = rows
         self._tables: ProcessorTables = state.tables
         device, vocab_size = state.device, state.vocab_size
-        num_slots = max_places * num_slots_for(1, vocab_size)  # a few places have the most each
-        self._values = torch.empty(num_slots, dtype=torch.float32, device=device)
-        self._tokens = torch.empty(num_slots, dtype=torch.int32, device=device)
+        most = max_places * num_slots_for(1, vocab_size)  # slots of all places; a few places have the most each
+        self._values = torch.empty(most, dtype=torch.float32, device=device)
+        self._tokens = torch.empty(most, dtype=torch.int32, device=device)
         self._scores = ProcessedScores(
             flags=state.row_flags,
             processed=torch.empty(max_places, vocab_size, dtype=torch.float32, device=device),
