@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -105,3 +106,28 @@ def test_without_the_check_a_hidden_synchronization_passes(
     patch_enqueue(monkeypatch, lambda step: step.outcome[0, 0].item())
     with cuda_llm(tiny_cuda_llama, drafter="none", max_num_seqs=1, max_num_batched_tokens=16) as llm:
         assert len(llm.generate([1, 2, 3], GREEDY, use_tqdm=False)[0].outputs[0].token_ids) == 12
+
+
+def test_a_graph_that_nobody_holds_is_not_freed_while_another_is_captured() -> None:
+    """As of an engine that has failed: its frames hold each other until the collector comes, whenever that is."""
+    from verifier_svc.engine.device_step import _capture  # late: it imports kernels, see tests/kernels/conftest.py
+
+    tensor = torch.zeros(8, device="cuda")
+
+    def add() -> None:
+        tensor.add_(1)
+
+    def litter() -> None:
+        assert len([[i] for i in range(1000)]) == 1000
+
+    gone: list[object] = [_capture([add], None)]
+    gone.append(gone)
+    del gone
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        graph = _capture([litter, add], None)
+    finally:
+        gc.set_threshold(*thresholds)
+    graph.replay()
+    assert tensor.tolist() == [1.0] * 8

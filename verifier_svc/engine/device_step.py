@@ -7,7 +7,9 @@ read on the device, so a step can be enqueued before the outcome of the one befo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -202,7 +204,19 @@ class DeviceStep:
 
 def _capture(calls: Sequence[Callable[[], None]], pool: Any | None) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with _no_collection(), torch.cuda.graph(graph, pool=pool):
         for call in calls:
             call()
     return graph
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs of an engine that is gone may wait for the collector; to free one while another is captured ends both."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
