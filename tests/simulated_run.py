@@ -39,6 +39,8 @@ class SimulatedRun:
         self.max_prefill_beside_decode = max_prefill_beside_decode
         self.num_bounded = 0
         """Plans whose prompts took all that they may beside rows that decode."""
+        self.prefill_left: dict[int, int] = {}
+        """Tokens of each row's prompt that no plan has yet; 0: the row decodes."""
         self.max_num_seqs = max_num_seqs = rng.choice([1, 2, 5])
         self.max_model_len = max_model_len = rng.choice(self.MAX_MODEL_LENS)
         num_blocks = 1 + -(-max_model_len // BLOCK_SIZE) + rng.choice([0, 2, 30])
@@ -132,13 +134,18 @@ class SimulatedRun:
 
     def check_prefill(self, plan: StepPlan) -> None:
         """Prompts leave rows that decode the share of a step that they are to have."""
+        left = self.prefill_left
+        left.update((new.row, len(new.tokens) - new.num_computed_tokens) for new in plan.new_rows)
+        num_decode = sum(p.num_tokens + p.max_draft_tokens for p in plan.rows if not left[p.row])
+        num_prefill = 0
+        for planned in plan.rows:
+            if left[planned.row]:
+                num_prefill += planned.num_tokens
+                left[planned.row] -= planned.num_tokens
         bound = self.max_prefill_beside_decode
-        # Rows with drafts decode. Without, the last token of a prompt looks like a row that decodes: it is in neither.
-        if bound is None or not any(planned.max_draft_tokens for planned in plan.rows):
+        if bound is None or not num_decode:
             return
-        num_prefill = sum(p.num_tokens for p in plan.rows if p.num_tokens > 1 or p.max_new_tokens == 0)
-        num_decode = sum(p.num_tokens + p.max_draft_tokens for p in plan.rows if p.max_draft_tokens)
-        bound = max(bound - num_decode, bound // 2)
+        bound = max(bound - num_decode, bound // 2, 1)
         assert num_prefill <= bound, "prompts keep rows that decode waiting"
         self.num_bounded += num_prefill == bound
 

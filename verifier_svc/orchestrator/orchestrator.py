@@ -41,7 +41,8 @@ class Orchestrator:
             row gets its token.
         max_num_waiting: bound of the queue.
         max_prefill_beside_decode: prompt tokens of a step in which rows decode, which wait for them. What the rows take
-            is part of it, but half of it is left to prompts. None: no bound but that of all steps.
+            is part of it, but half of it is left to prompts, and a token at least. None: no bound but that of all
+            steps.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class Orchestrator:
         budget = self._plan_decode(planned, block_appends)
         if planned:
             most, num_decode_tokens = self._max_prefill_beside_decode, self._max_num_batched_tokens - budget
-            budget = min(budget, max(most - num_decode_tokens, most // 2))
+            budget = min(budget, max(most - num_decode_tokens, most // 2, 1))
         budget = self._plan_prefill(budget, planned)
         new_rows = self._admit(budget, planned, block_appends)
         if not planned and not self._rows.closed:

@@ -240,6 +240,16 @@ def test_rows_that_decode_leave_prompts_half_of_what_these_may_take() -> None:
     assert [num_tokens(step(orchestrator)) for _ in range(3)] == [[1, 1, 1, 3]] * 3
 
 
+@pytest.mark.parametrize(("beside", "chunk"), [(1, 1), (2, 1), (3, 1), (4, 2)])
+def test_prompts_get_a_token_however_small_the_bound_is(beside: int, chunk: int) -> None:
+    orchestrator = make(tokens=32, beside=beside)
+    for name in "abc":
+        orchestrator.add(make_request(name, 2, k=3))
+    step(orchestrator)
+    orchestrator.add(make_request("d", 9))
+    assert [num_tokens(step(orchestrator)) for _ in range(3)] == [[1, 1, 1, chunk]] * 3
+
+
 def test_a_request_waits_for_a_step_with_room_for_its_prompt() -> None:
     orchestrator = make(tokens=32, beside=4)
     orchestrator.add(make_request("a", 3))
