@@ -69,7 +69,11 @@ class TruncationParams:
 
 @dataclass(frozen=True, slots=True)
 class TruncationScratch:
-    """Room for `max_places` places, P; what `top_k_cut` leaves in `largest` and `total`, `top_p_draw` reads."""
+    """Room for `max_places` places, P.
+
+    `top_p_draw` reads what `top_k_cut` leaves in `largest`, `floor` and `total`, and appends to a list whose number,
+    num_listed[:, 1], `_stats_kernel` has set to 0.
+    """
 
     part_max: Tensor  # [P, NUM_SPLITS] float32
     group_max: Tensor  # [P, num_groups] float32

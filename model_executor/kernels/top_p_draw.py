@@ -2,11 +2,12 @@
 
 Kept tokens are a prefix of the ranking, and the noise is fixed. So a token that is the best of a longer prefix, and
 that top_p keeps, is the best of what top_p keeps. One that top_p drops says that it drops all behind it too: the draw
-is repeated among the tokens that stand before it, 1 / top_p times at most on average. The first token of the ranking is
-always kept, so this ends. Two kernels; a program of a place that does not need one returns at once.
+is repeated among the tokens that stand before it. What stands before a drawn token weighs a uniform share of what it
+was drawn from, so this takes about ln(1 / top_p) more draws on average. The first token of the ranking is always kept,
+so this ends. Two kernels; a program of a place that does not need one returns at once.
 
-1. `_check_kernel` (places x NUM_SPLITS): what stands before the drawn token, and all that is kept, weighs; lists groups
-   of four tokens with one that stands before. Bytes: the scores once.
+1. `_check_kernel` (places x NUM_SPLITS): what stands before the drawn token weighs, and all that is kept if `top_k_cut`
+   has not summed it; lists groups of four tokens with one that stands before. Bytes: the scores once.
 2. `_redraw_kernel` (places): compares the two, and draws again alone, over the list, or over all tokens where it has no
    room for them.
 
@@ -87,10 +88,11 @@ def _check_kernel(
     row, row_flags = row_of(place, flags_ptr, row_ptr, num_samples_ptr, WIDTH)
     if (row_flags & TOP_P) == 0:
         return
-    if tl.load(total_ptr + place) == 0:  # the cut is that of top_p already
+    known_total = tl.load(total_ptr + place)
+    if known_total == 0:  # the cut is that of top_p already
         return
     temperature = tl.load(temperature_ptr + row)
-    floor = tl.load(floor_ptr + place)  # all that rows without top_k need; the others' total is known
+    floor = tl.load(floor_ptr + place)  # what rows without top_k keep
     largest = tl.load(largest_ptr + place)
     _, pivot = _best_draw(value_ptr + place * num_slots, token_ptr + place * num_slots, num_slots, SLOTS)
     pivot_score = load_scores(
@@ -106,7 +108,8 @@ def _check_kernel(
         weights = weigh(scores, largest)
         is_before = _stands_before(scores, tokens, pivot_score, pivot)
         mass_before += tl.where(is_before, weights, 0)
-        total += tl.where(scores >= floor, weights, 0)
+        if known_total < 0:
+            total += tl.where(scores >= floor, weights, 0)
         has_before = tl.max(is_before.to(tl.int32), axis=1) > 0
         append(groups, has_before, num_listed_ptr + place * 2 + 1, listed_ptr + place * CAPACITY, CAPACITY)
     part = part_mass_ptr + (place * SPLITS + split) * 2
