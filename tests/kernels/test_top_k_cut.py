@@ -18,9 +18,12 @@ from model_executor.kernels.top_k_cut import (
 from model_executor.sampling_flags import TOP_K, TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
 from tests.kernels.truncation_rows import (
+    LARGE_VOCAB_SIZE,
+    flat_logits,
     kept_by_reference,
     make_params,
     near_limit,
+    peaked_logits,
     places_of,
     random_params,
     rows_of,
@@ -34,12 +37,13 @@ SIZES = [(SHORT, 4096), (1, 4096), (16, 100)]
 def find_cuts(
     logits: Tensor, params: TruncationParams, short: int = SHORT, capacity: int = 4096
 ) -> tuple[Tensor, TruncationScratch]:
-    """Kept tokens, [P, VOCAB_SIZE] bool, and the scratch."""
+    """Kept tokens, [P, vocab_size] bool, and the scratch."""
     inputs, scores = places_of(logits, params)
-    scratch = make_truncation_scratch(logits.shape[0], VOCAB_SIZE, logits.device, capacity)
+    scratch = make_truncation_scratch(logits.shape[0], logits.shape[1], logits.device, capacity)
+    scratch.group_max.fill_(math.inf)  # nothing is read that was not written
     top_k_cut(logits, inputs, params, scores, scratch, short)
     scaled = scaled_by(logits, params)
-    ids = torch.arange(VOCAB_SIZE, device=logits.device)
+    ids = torch.arange(logits.shape[1], device=logits.device)
     value, token = scores.cut_value[:, None], scores.cut_token[:, None]
     return ((scaled > value) | ((scaled == value) & (ids <= token))) & (scaled > -math.inf), scratch
 
@@ -74,6 +78,37 @@ def test_kept_tokens(device: torch.device, dtype: torch.dtype, seed: int, short:
     assert not (differs & ~(is_done & near_limit(scaled, params))).any()
     assert int(differs.sum()) <= 2
     assert found.any(-1).all()
+
+
+def test_a_vocabulary_that_takes_several_turns(device: torch.device, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    flat, peaked = flat_logits(2, generator), peaked_logits(4, generator)
+    peaked[2, 5] = peaked[3, 39_000] = 20.0  # the largest is seen in the first turn, and in the last
+    logits = torch.cat([flat, peaked]).to(device, dtype)
+    params = make_params(
+        6,
+        device,
+        top_k=torch.tensor([300, 9000, 40, LARGE_VOCAB_SIZE, 50, LARGE_VOCAB_SIZE]),
+        top_p=torch.tensor([1.0, 0.5, 0.9, 0.9, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1e-8]),
+        vocab_size=LARGE_VOCAB_SIZE,
+    )
+    scaled = scaled_by(logits, params)
+    found, scratch = find_cuts(logits, params)
+    num_listed = scratch.num_listed[:, 0].tolist()
+    assert SHORT < num_listed[0] <= 4096  # a list is searched, all tokens are, and a short list is ranked
+    assert num_listed[1] > 4096
+    assert num_listed[2] <= SHORT
+    assert scratch.largest.tolist() == scaled.amax(-1).tolist()
+    expected = kept_by_reference(scaled, params, has_top_p=False)
+    nucleus = kept_by_reference(scaled, params)
+    expected[2] = nucleus[2]
+    for row in (0, 1, 2, 4, 5):
+        assert torch.equal(found[row], expected[row]), f"row {row}"
+    assert not (nucleus & ~found)[3].any()
+    assert 0 < int(found[5].sum()) < LARGE_VOCAB_SIZE
+    mass = (scaled[1].double() - scaled[1].max()).exp()[expected[1]].sum()
+    torch.testing.assert_close(scratch.total[1].double() * 2.0**-40, mass, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize(("short", "capacity"), SIZES)

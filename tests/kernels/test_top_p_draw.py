@@ -16,10 +16,13 @@ from model_executor.kernels.top_p_draw import top_p_draw
 from model_executor.sampling_flags import TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
 from tests.kernels.truncation_rows import (
+    LARGE_VOCAB_SIZE,
     TOP_PS,
+    flat_logits,
     kept_by_reference,
     make_params,
     near_limit,
+    peaked_logits,
     places_of,
     random_params,
     rows_of,
@@ -42,24 +45,24 @@ class Noise:
         seed = torch.randint(-(2**62), 2**62, (num_places,), generator=generator)
         return cls(seed.to(device), torch.randint(0, 9999, (num_places,), generator=generator).to(device))
 
-    def values(self) -> Tensor:
-        """[P, VOCAB_SIZE] float32."""
-        return gumbel_noise_ref(self.seed, self.position, VOCAB_SIZE)
+    def values(self, vocab_size: int) -> Tensor:
+        """[P, vocab_size] float32."""
+        return gumbel_noise_ref(self.seed, self.position, vocab_size)
 
 
 def best_token(values: Tensor, tokens: Tensor) -> Tensor:
     best = values.amax(dim=-1, keepdim=True)
-    return torch.where(values == best, tokens, VOCAB_SIZE).amin(dim=-1).long()
+    return torch.where(values == best, tokens, 1 << 30).amin(dim=-1).long()
 
 
 def draw(
     logits: Tensor, params: TruncationParams, noise: Noise, short: int = SHORT, capacity: int = 4096
 ) -> tuple[Tensor, Tensor]:
     """Tokens before and after `top_p_draw`, [P] int64 each."""
-    num_places, device = logits.shape[0], logits.device
+    (num_places, vocab_size), device = logits.shape, logits.device
     inputs, scores = places_of(logits, params)
-    scratch = make_truncation_scratch(num_places, VOCAB_SIZE, device, capacity)
-    values = torch.empty(num_places, -(-VOCAB_SIZE // BLOCK), device=device)
+    scratch = make_truncation_scratch(num_places, vocab_size, device, capacity)
+    values = torch.empty(num_places, -(-vocab_size // BLOCK), device=device)
     tokens = torch.empty_like(values, dtype=torch.int32)
     seed, position = noise.seed, noise.position
     top_k_cut(logits, inputs, params, scores, scratch, short)
@@ -74,7 +77,8 @@ def draw(
 def expected_draw(logits: Tensor, params: TruncationParams, noise: Noise) -> Tensor:
     """The best of what the ranking keeps, [P] int64."""
     scaled = scaled_by(logits, params)
-    return (scaled + noise.values()).masked_fill(~kept_by_reference(scaled, params), -math.inf).argmax(-1)
+    values = scaled + noise.values(scaled.shape[1])
+    return values.masked_fill(~kept_by_reference(scaled, params), -math.inf).argmax(-1)
 
 
 def num_redraws(scaled: Tensor, noise: Tensor, num_kept: int) -> int:
@@ -120,7 +124,7 @@ def test_draws_again_and_again(device: torch.device, dtype: torch.dtype, capacit
     near = near_limit(scaled_by(logits, params), params)  # all that are equal are: 75 of 1500 are 0.05
     assert (num_kept[12:] - 75).abs().max() <= 1
     assert not near[:12].all()
-    rounds = [num_redraws(logits[p].float(), noise.values()[p], int(num_kept[p])) for p in range(24)]
+    rounds = [num_redraws(logits[p].float(), noise.values(VOCAB_SIZE)[p], int(num_kept[p])) for p in range(24)]
     assert max(rounds[:12]) >= 3
     assert max(rounds[12:]) >= 3
     assert not kept.gather(1, first[:, None]).all()
@@ -128,6 +132,25 @@ def test_draws_again_and_again(device: torch.device, dtype: torch.dtype, capacit
     assert found[~near].tolist() == expected[~near].tolist()
     # One more or one less of equal tokens is kept by rounding, and is hardly ever the one that is drawn.
     assert found[12:].tolist() == expected[12:].tolist()
+
+
+@pytest.mark.parametrize("capacity", [4096, 10_000])
+def test_a_vocabulary_that_takes_several_turns(device: torch.device, dtype: torch.dtype, capacity: int) -> None:
+    """Flat rows, with top_k too, and peaked ones: lists and all tokens are gone through in turns."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.cat([flat_logits(4, generator), peaked_logits(2, generator)]).to(device, dtype)
+    params = make_params(
+        6,
+        device,
+        top_k=torch.tensor([LARGE_VOCAB_SIZE] * 3 + [30_000] + [LARGE_VOCAB_SIZE] * 2),
+        top_p=torch.tensor([0.05, 0.5, 0.5, 0.3, 0.2, 0.2]),
+        vocab_size=LARGE_VOCAB_SIZE,
+    )
+    noise = Noise.random(6, generator, device)
+    first, found = draw(logits, params, noise, capacity=capacity)
+    assert (first != found).sum() >= 4
+    # A flat nucleus may end one token earlier or later by rounding; that one is not drawn here.
+    assert found.tolist() == expected_draw(logits, params, noise).tolist()
 
 
 def test_half_of_two_equal_tokens_is_one(device: torch.device) -> None:

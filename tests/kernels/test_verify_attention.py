@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor.kernels.verify_attention import AttentionTiles, make_split_workspace, verify_attention
+from model_executor.kernels.verify_attention import (
+    AttentionTiles,
+    make_split_workspace,
+    tile_rows,
+    tiles_for,
+    verify_attention,
+)
 
 BLOCK_SIZE = 16
 MAX_LEN = 256
@@ -96,3 +102,19 @@ def test_against_float64(
     untouched = ~written
     flat = before.view(-1, num_kv_heads, head_dim).cpu()
     assert torch.equal(key.view(-1, num_kv_heads, head_dim).cpu()[untouched], flat[untouched])
+
+
+@pytest.mark.parametrize("max_reqs", [1, 3, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_the_workspace_has_room_for_the_splits_of_every_batch(num_kv_heads: int, head_dim: int, max_reqs: int) -> None:
+    workspace = make_split_workspace(max_reqs, num_kv_heads, 4, head_dim, 4, torch.device("cpu"))
+    rows = tile_rows(4, 4)
+    for num_reqs in range(1, max_reqs + 1):
+        num_splits = tiles_for(num_reqs, num_kv_heads, head_dim).num_splits
+        assert num_splits >= 1
+        num_rows = num_reqs * num_kv_heads * num_splits * rows
+        assert num_rows <= workspace.maxima.numel()
+        assert num_rows <= workspace.sums.numel()
+        assert num_rows * head_dim <= workspace.parts.numel()
+    assert workspace.arrived.tolist() == [0] * max_reqs * num_kv_heads
