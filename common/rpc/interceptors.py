@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import inspect
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -124,11 +125,11 @@ def _guarded(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[
             await context.abort(status_of(error), str(error))
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as error:  # an operation on the call failed: its caller has left
+            logger.debug("a caller left", method=method, reason=str(error))
+            raise asyncio.CancelledError from error  # what gRPC ends a call with when it sees the caller leave first
         except Exception as error:
-            if context.done() or context.cancelled():  # a write to a caller that has just left fails
-                logger.debug("a caller left", method=method, reason=str(error))
-            else:
-                logger.exception("a call failed", method=method)
+            logger.exception("a call failed", method=method)
             await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
     return call

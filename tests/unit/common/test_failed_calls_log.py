@@ -1,12 +1,15 @@
-"""A call that fails by a bug: one record, with the id that the call was bound to and a traceback without its values."""
+"""A call that fails by a bug: one record, with the id that the call was bound to and a traceback without its values.
+A call whose caller leaves while it is written to: none."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -39,19 +42,34 @@ async def fail(request: bytes, context: Any) -> bytes:
     raise RuntimeError(f"a bug with {len(prompt)} characters")
 
 
-async def call_twice() -> list[grpc.StatusCode]:
+@asynccontextmanager
+async def serving(handler: Any) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to a server whose method /test.Test/Call is the handler."""
     server = build_server(ServerLimits())
-    handler = grpc.unary_unary_rpc_method_handler(fail)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Fail": handler}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Test", {"Call": handler}),))
     port = listen_tcp(server, "127.0.0.1", 0)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            call = channel.unary_unary("/test.Test/Fail")
-            answers = await asyncio.gather(call(b"one"), call(b"two"), return_exceptions=True)
+            yield channel
     finally:
         await server.stop(None)
+
+
+async def call_twice() -> list[grpc.StatusCode]:
+    async with serving(grpc.unary_unary_rpc_method_handler(fail)) as channel:
+        call = channel.unary_unary("/test.Test/Call")
+        answers = await asyncio.gather(call(b"one"), call(b"two"), return_exceptions=True)
     return [answer.code() for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+
+
+async def leave(ended: asyncio.Event, handler: Any) -> None:
+    """Cancel a stream after its first message, and wait until its handler has ended."""
+    async with serving(handler) as channel:
+        call = channel.unary_stream("/test.Test/Call")(b"one")
+        assert await call.read() == b"first"
+        call.cancel()
+        await asyncio.wait_for(ended.wait(), 10)
 
 
 def test_a_bug_is_logged_with_the_id_of_its_call_and_without_its_prompt(stream: io.StringIO) -> None:
@@ -65,3 +83,29 @@ def test_a_bug_is_logged_with_the_id_of_its_call_and_without_its_prompt(stream: 
         assert record["exception"][0]["exc_type"] == "RuntimeError"
         assert record["exception"][0]["frames"]
     assert PROMPT not in stream.getvalue()
+
+
+@pytest.mark.parametrize("is_generator", [False, True])
+def test_a_write_to_a_caller_that_has_left_is_no_failure(stream: io.StringIO, is_generator: bool) -> None:
+    ended = asyncio.Event()
+
+    async def write(request: bytes, context: Any) -> None:
+        try:
+            await context.write(b"first")
+            with contextlib.suppress(asyncio.CancelledError):  # the write comes first: under load it does so by itself
+                await asyncio.sleep(10)
+            await context.write(b"late")
+        finally:
+            ended.set()
+
+    async def generate(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        try:
+            yield b"first"
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(10)
+            yield b"late"
+        finally:
+            ended.set()
+
+    asyncio.run(leave(ended, grpc.unary_stream_rpc_method_handler(generate if is_generator else write)))
+    assert stream.getvalue() == ""
