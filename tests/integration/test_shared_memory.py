@@ -138,11 +138,20 @@ def test_damaged_memory_ends_that_session_and_no_other(
         assert isinstance(transport, GrpcTransport)
         assert transport._shared_memory is not None
         channel = transport._shared_memory._channel
-        ring = channel._writer if is_seen_by_drafter else channel._reader
-        ring._counters[0] = (1 << 63) + 5
+        # Until the damage has been seen nobody runs who would write the counter anew.
         if is_seen_by_drafter:
+            channel._writer._counters[0] = (1 << 63) + 5
             channel._other_bell.ring()
-        stream.run(20)
+            wait_until(lambda: transport._num_sessions == 2, "the drafter has ended the session")
+            stream.run(20)
+        else:
+            os.killpg(drafter.process.pid, signal.SIGSTOP)
+            try:
+                channel._reader._counters[0] = (1 << 63) + 5
+                stream.run(20)
+            finally:
+                os.killpg(drafter.process.pid, signal.SIGCONT)
+            assert transport.num_malformed_frames == 1
         wait_until(lambda: counts_of(llm).is_up and transport._num_sessions == 2, "there is another session")
         stream.run_until_drafts()
         assert counts_of(llm).kind == "shared-memory"
