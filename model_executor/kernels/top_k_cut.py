@@ -18,10 +18,8 @@ Bytes: the scores once for min_p and top_p, twice for top_k. A list has no order
 # Triton's launch syntax and its constexpr values have no types that pyright follows.
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -42,67 +40,16 @@ from model_executor.kernels.sampling_scores import (
     row_of,
     weigh,
 )
+from model_executor.kernels.truncation import GROUP, STATS_BLOCK, TruncationParams, TruncationScratch
 
 SHORT: Final = 256
 """A list of up to as many is ranked at once: 256 x 16 comparisons a round, in registers."""
 
-_BLOCK: Final = 2048
-_GROUP: Final = 32
-_CAPACITY: Final = 4096
 _WAYS: Final = tl.constexpr(16)
 _BAND_SPAN: Final = tl.constexpr(32.0)  # the floor of top_k is looked for this far below the largest score
 _MAX: Final = tl.constexpr(3.4028234663852886e38)
 _LOWEST_KEY: Final = tl.constexpr(-2139095040)  # order_key of -_MAX
 _NO_SCORE: Final = tl.constexpr(-2139095041)  # order_key of -inf
-
-
-@dataclass(frozen=True, slots=True)
-class TruncationParams:
-    """How rows truncate; off is never read, the flags say."""
-
-    flags: Tensor  # [R] int32
-    temperature: Tensor  # [R] float32
-    top_k: Tensor  # [R] int64
-    top_p: Tensor  # [R] float32
-    log_min_p: Tensor  # [R] float32
-
-
-@dataclass(frozen=True, slots=True)
-class TruncationScratch:
-    """Room for `max_places` places, P.
-
-    `top_p_draw` reads what `top_k_cut` leaves in `largest`, `floor` and `total`, and appends to a list whose number,
-    num_listed[:, 1], `_stats_kernel` has set to 0.
-    """
-
-    part_max: Tensor  # [P, NUM_SPLITS] float32
-    group_max: Tensor  # [P, num_groups] float32
-    largest: Tensor  # [P] float32, finite
-    floor: Tensor  # [P] float32, of min_p, or of top_k where that is higher
-    total: Tensor  # [P] int64, what the kept tokens weigh; -1: not summed; 0: top_p has made its cut already
-    num_listed: Tensor  # [P, 2] int32, of `top_k_cut` and of `top_p_draw`, beyond capacity too
-    listed: Tensor  # [P, capacity] int64: keys of tokens in `top_k_cut`, then groups of four tokens in `top_p_draw`
-    part_mass: Tensor  # [P, NUM_SPLITS, 2] int64, of `top_p_draw`
-
-
-def make_truncation_scratch(
-    max_places: int, vocab_size: int, device: torch.device, capacity: int = _CAPACITY
-) -> TruncationScratch:
-    """Scratch of up to `max_places` places: 49 KB each for a vocabulary of 128256."""
-
-    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(max_places, *shape, dtype=dtype, device=device)
-
-    return TruncationScratch(
-        part_max=empty(NUM_SPLITS, dtype=torch.float32),
-        group_max=empty(triton.cdiv(vocab_size, _BLOCK) * (_BLOCK // _GROUP), dtype=torch.float32),
-        largest=empty(dtype=torch.float32),
-        floor=empty(dtype=torch.float32),
-        total=empty(dtype=torch.int64),
-        num_listed=empty(2, dtype=torch.int32),
-        listed=empty(capacity, dtype=torch.int64),
-        part_mass=empty(NUM_SPLITS, 2, dtype=torch.int64),
-    )
 
 
 @triton.jit
@@ -389,7 +336,7 @@ def top_k_cut(
         short: longest list that is ranked at once, a power of two.
     """
     num_places, vocab_size = logits.shape
-    num_blocks = triton.cdiv(vocab_size, _BLOCK)
+    num_blocks = triton.cdiv(vocab_size, STATS_BLOCK)
     place_args = (inputs.idx_mapping, inputs.num_samples)
     score_args = (logits, scores.processed, params.flags, params.temperature)
     width, split_grid = inputs.width, (num_places, NUM_SPLITS)
@@ -404,8 +351,8 @@ def top_k_cut(
         num_blocks,
         WIDTH=width,
         SPLITS=NUM_SPLITS,
-        BLOCK=_BLOCK,
-        GROUP=_GROUP,
+        BLOCK=STATS_BLOCK,
+        GROUP=GROUP,
     )
     _floor_kernel[(num_places,)](
         params.flags,

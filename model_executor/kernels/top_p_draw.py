@@ -36,7 +36,7 @@ from model_executor.kernels.sampling_scores import (
     row_of,
     weigh,
 )
-from model_executor.kernels.top_k_cut import TruncationParams, TruncationScratch
+from model_executor.kernels.truncation import TruncationParams, TruncationScratch
 
 _CHECK_GROUPS: Final = 256  # of four tokens, as the noise has them
 _DRAW_GROUPS: Final = 1024

@@ -8,13 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from model_executor.kernels.top_k_cut import (
-    SHORT,
-    TruncationParams,
-    TruncationScratch,
-    make_truncation_scratch,
-    top_k_cut,
-)
+from model_executor.kernels.top_k_cut import SHORT, top_k_cut
+from model_executor.kernels.truncation import TruncationParams, TruncationScratch, make_truncation_scratch
 from model_executor.sampling_flags import TOP_K, TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
 from tests.kernels.truncation_rows import (

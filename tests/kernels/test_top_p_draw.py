@@ -11,8 +11,9 @@ from torch import Tensor
 
 from model_executor.kernels.gumbel_argmax import BLOCK, gumbel_argmax
 from model_executor.kernels.philox import gumbel_noise_ref
-from model_executor.kernels.top_k_cut import SHORT, TruncationParams, make_truncation_scratch, top_k_cut
+from model_executor.kernels.top_k_cut import SHORT, top_k_cut
 from model_executor.kernels.top_p_draw import top_p_draw
+from model_executor.kernels.truncation import TruncationParams, make_truncation_scratch
 from model_executor.sampling_flags import TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
 from tests.kernels.truncation_rows import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model_executor.kernels.sampling_scores import ProcessedScores
-from model_executor.kernels.top_k_cut import TruncationParams
+from model_executor.kernels.truncation import TruncationParams
 from model_executor.sampling_flags import MIN_P, PENALTIES, RANDOM, TOP_K, TOP_P
 from tests.kernels.sampling_rows import VOCAB_SIZE, StepPlaces
 from verifier_svc.sampling.truncation import apply_min_p, rank, truncate

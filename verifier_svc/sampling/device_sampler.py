@@ -25,13 +25,9 @@ from model_executor.kernels.token_logprobs import (
     make_logprob_scratch,
     token_logprobs,
 )
-from model_executor.kernels.top_k_cut import (
-    TruncationParams,
-    TruncationScratch,
-    make_truncation_scratch,
-    top_k_cut,
-)
+from model_executor.kernels.top_k_cut import top_k_cut
 from model_executor.kernels.top_p_draw import top_p_draw
+from model_executor.kernels.truncation import TruncationParams, TruncationScratch, make_truncation_scratch
 from model_executor.row_state import RowState
 from model_executor.sampling_tables import ProcessorTables
 from verifier_svc.sampling.state import SamplingState
