@@ -12,6 +12,7 @@ from bench.kernel_case import Case, Shape, Sizes, Work, copies_for
 from bench.sampling_cases import sampling_cases
 from model_executor.kernels import rms_norm as norm
 from model_executor.kernels import silu_mul as silu
+from model_executor.kernels.fused_gemm import Epilogue
 from model_executor.kernels.ngram_search import ngram_search
 from model_executor.kernels.rms_norm import NormTiles, rms_norm
 from model_executor.kernels.silu_mul import SiluTiles, silu_mul
@@ -51,11 +52,11 @@ def _fused_product(shape: Shape, name: str, num_rows: int, columns: int, inner: 
     if name in ("o", "down"):
         next_input = make_norm(columns, shape.dtype, device)
         norm_weight = torch.ones(columns, dtype=shape.dtype, device=device)
-        product = partial(product, residual=torch.zeros_like(out), next_weight=norm_weight, next_input=next_input)
+        epilogue = Epilogue(residual=torch.zeros_like(out), next_weight=norm_weight, next_input=next_input)
     else:
         square_sums = make_norm(inner, shape.dtype, device).square_sums
-        product = partial(product, square_sums=square_sums, eps=1e-5, silu=name == "gate_up")
-    return Work([partial(product, x, weight, out) for weight in weights], weights[0].nbytes)
+        epilogue = Epilogue(square_sums=square_sums, eps=1e-5, silu=name == "gate_up")
+    return Work([partial(product, x, weight, out, epilogue) for weight in weights], weights[0].nbytes)
 
 
 def _product(shape: Shape, num_rows: int, columns: int, inner: int, device: torch.device) -> Work:

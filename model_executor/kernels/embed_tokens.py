@@ -1,4 +1,4 @@
-"""Token embedding, with what the first norm needs left behind as `small_gemm` would leave it.
+"""Token embedding, with what the first norm needs left behind as a fused product would leave it.
 
 Grid: one program a token. Bytes: one row of the embedding a token.
 """
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from model_executor.kernels.small_gemm import NormInput
+from model_executor.kernels.fused_gemm import NormInput
 
 
 @triton.jit

@@ -1,9 +1,7 @@
 """Matrix product of a few rows, with the norm before it and what follows it in the same kernel.
 
-y = epilogue(rstd * (x @ w.T)), for at most `MAX_TOKENS` rows: the time is that of reading the weights once. The RMS
-norm costs nothing: the kernel that made x has already multiplied it by the norm's weight and left the sum of squares of
-each of its column blocks, so that only a scale per row is left for the end. Likewise this kernel can leave the next
-norm's input and sums behind.
+For at most `MAX_TOKENS` rows, where the time is that of reading the weights once. `fused_gemm` says what goes with the
+product.
 
 Grid: one program for every BLOCK_N columns of y, all of K each; the weights stream through once (evict_first), x comes
 from the L2. Bytes: N * K weights, and N / BLOCK_N times x from the L2, which is why the rows are few.
@@ -17,31 +15,23 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from model_executor.kernels.fused_gemm import Epilogue, NormInput
+
 MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class NormInput:
-    """An activation on its way through an RMS norm: what `rms_norm` would need one more pass for."""
-
-    scaled: Tensor  # [max_tokens, hidden] x * norm weight
-    square_sums: Tensor  # [num_parts, max_tokens] float32, sums of x**2 over column blocks
-    """A block that no kernel writes stays 0."""
 
 
 @triton.jit
 def _small_gemm_kernel(
     x_ptr,  # [num_tokens, K]
     w_ptr,  # [N, K], with SILU [2 * N, K]: gate, then up
+    y_ptr,  # [num_tokens, N]
     bias_ptr,  # [N]
     sums_in_ptr,  # [num_parts, BLOCK_M] float32
     residual_ptr,  # [num_tokens, N]
-    y_ptr,  # [num_tokens, N]
     next_weight_ptr,  # [N]
     scaled_ptr,  # [num_tokens, N]
     sums_out_ptr,  # [N // BLOCK_N, BLOCK_M] float32
@@ -144,86 +134,36 @@ def fits(num_columns: int, inner: int) -> bool:
     return num_columns % 16 == 0 and inner % 16 == 0
 
 
-def small_gemm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    bias: Tensor | None = None,
-    square_sums: Tensor | None = None,
-    eps: float = 0.0,
-    silu: bool = False,
-    residual: Tensor | None = None,
-    next_weight: Tensor | None = None,
-    next_input: NormInput | None = None,
-    tiles: GemmTiles | None = None,
-) -> None:
-    """out = epilogue(x @ weight.T); see the module.
+def small_gemm(x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, tiles: GemmTiles | None = None) -> None:
+    """out = epilogue(x @ weight.T).
 
     Args:
-        x: [num_tokens, K], at most MAX_TOKENS rows. With `square_sums` it is `NormInput.scaled`.
-        weight: [N, K]; with `silu` [2 * N, K], gate above up.
+        x: [num_tokens, K], at most MAX_TOKENS rows.
+        weight: [N, K], or [2 * N, K].
         out: [num_tokens, N], written.
-        bias: [N].
-        square_sums: `NormInput.square_sums` of the norm before this product, with its `eps`.
-        silu: out = silu(gate) * up.
-        residual: [num_tokens, N], added; may be `out`.
-        next_weight: [N], weight of the norm that follows.
-        next_input: filled for that norm.
+        epilogue: norms of buffers of `make_norm_input`.
         tiles: None: measured ones.
     """
     num_tokens, inner = x.shape
     columns = out.shape[1]
-    tiles = tiles or tiles_for(columns, inner, silu, x.element_size())
-    num_parts = 0 if square_sums is None else square_sums.shape[0]
+    tiles = tiles or tiles_for(columns, inner, epilogue.silu, x.element_size())
     _small_gemm_kernel[(triton.cdiv(columns, tiles.block_n),)](
         x,
         weight,
-        bias if bias is not None else x,
-        square_sums if square_sums is not None else x,
-        residual if residual is not None else x,
         out,
-        next_weight if next_weight is not None else x,
-        next_input.scaled if next_input is not None else x,
-        next_input.square_sums if next_input is not None else x,
+        *epilogue.tensors(unused=x),
         num_tokens,
         columns,
-        num_parts,
-        eps,
+        epilogue.num_parts,
+        epilogue.eps,
         K=inner,
         BLOCK_M=MAX_TOKENS,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        BLOCK_PARTS=triton.next_power_of_2(max(num_parts, 1)),
-        HAS_BIAS=bias is not None,
-        HAS_NORM=square_sums is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NEXT=next_input is not None,
-        SILU=silu,
+        **epilogue.constants(),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-
-
-def small_gemm_ref(
-    x: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    eps: float = 0.0,
-    silu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """The same in float64, with the norm spelt out. x is the norm's input here. [num_tokens, N] float64."""
-    x = x.double()
-    if norm_weight is not None:
-        x = F.rms_norm(x, (x.shape[-1],), norm_weight.double(), eps)
-    y = F.linear(x, weight.double(), None if bias is None else bias.double())
-    if silu:
-        gate, up = y.chunk(2, dim=-1)
-        y = F.silu(gate) * up
-    return y if residual is None else y + residual.double()
 
 
 def make_norm_input(num_columns: int, dtype: torch.dtype, device: torch.device) -> NormInput:

@@ -1,8 +1,8 @@
 """Matrix product of some dozens of rows, with the norm before it and what follows it in the same kernel.
 
-What `small_gemm` is for up to 16 rows, for up to 64: y = epilogue(rstd * (x @ w.T)), the norm as a scale per row at the
-end, and the next norm's input left behind. More rows make x as much to read as the weights: tiles are loaded by the
-GPU's copy engine, a program keeps 64 rows at once, and products with few columns are split over K as well.
+What `small_gemm` is for up to 16 rows, for up to 64; `fused_gemm` says what goes with the product. More rows make x as
+much to read as the weights: tiles are loaded by the GPU's copy engine, a program keeps 64 rows at once, and products
+with few columns are split over K as well.
 
 Grid: column blocks x splits of K. The last program of a column block to finish adds the parts up in their order, so
 that the result does not depend on which one that is. Bytes: N * K weights, once, and N / BLOCK_N times x from the L2.
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from model_executor.kernels.small_gemm import NormInput
+from model_executor.kernels.fused_gemm import Epilogue, NormInput
 
 MAX_TOKENS: Final = 64
 
@@ -36,10 +36,10 @@ _MAX_SPLITS: Final = 8
 def _wide_gemm_kernel(
     x_desc,  # [num_tokens, K], in blocks of [MAX_TOKENS, BLOCK_K]
     w_desc,  # [N, K], with SILU [2 * N, K]: gate, then up; in blocks of [BLOCK_N, BLOCK_K]
+    y_ptr,  # [num_tokens, N]
     bias_ptr,  # [N]
     sums_in_ptr,  # [num_parts, ROWS] float32
     residual_ptr,  # [num_tokens, N]
-    y_ptr,  # [num_tokens, N]
     next_weight_ptr,  # [N]
     scaled_ptr,  # [num_tokens, N]
     sums_out_ptr,  # [N // BLOCK_N, ROWS] float32
@@ -154,61 +154,40 @@ def make_split_parts(device: torch.device) -> SplitParts:
 
 
 def wide_gemm(
-    x: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    *,
-    parts: SplitParts,
-    bias: Tensor | None = None,
-    square_sums: Tensor | None = None,
-    eps: float = 0.0,
-    silu: bool = False,
-    residual: Tensor | None = None,
-    next_weight: Tensor | None = None,
-    next_input: NormInput | None = None,
-    tiles: WideTiles | None = None,
+    x: Tensor, weight: Tensor, out: Tensor, epilogue: Epilogue, parts: SplitParts, tiles: WideTiles | None = None
 ) -> None:
-    """out = epilogue(x @ weight.T); arguments as in `small_gemm`, and `small_gemm_ref` is the reference.
+    """out = epilogue(x @ weight.T).
 
     Args:
         x: [num_tokens, K], at most MAX_TOKENS rows.
+        weight: [N, K], or [2 * N, K].
+        out: [num_tokens, N], written.
+        epilogue: norms of buffers of `make_wide_norm_input`.
         parts: of `make_split_parts`.
-        square_sums, next_input: of `make_wide_norm_input`.
         tiles: None: measured ones.
     """
     num_tokens, inner = x.shape
     columns = out.shape[1]
-    tiles = tiles or tiles_for(columns, inner, silu, x.element_size())
-    if tiles.num_splits > 1 and (silu or columns * tiles.num_splits > _FULL_COLUMNS):
-        raise ValueError(f"{tiles.num_splits} splits of {columns} columns, silu = {silu}: no room for the parts")
-    num_parts = 0 if square_sums is None else square_sums.shape[0]
+    tiles = tiles or tiles_for(columns, inner, epilogue.silu, x.element_size())
+    if tiles.num_splits > 1 and (epilogue.silu or columns * tiles.num_splits > _FULL_COLUMNS):
+        raise ValueError(f"{tiles.num_splits} splits of {columns} columns, silu = {epilogue.silu}: no room for parts")
     _wide_gemm_kernel[(columns // tiles.block_n, tiles.num_splits)](
         TensorDescriptor.from_tensor(x, [MAX_TOKENS, tiles.block_k]),
         TensorDescriptor.from_tensor(weight, [tiles.block_n, tiles.block_k]),
-        bias if bias is not None else x,
-        square_sums if square_sums is not None else x,
-        residual if residual is not None else x,
         out,
-        next_weight if next_weight is not None else x,
-        next_input.scaled if next_input is not None else x,
-        next_input.square_sums if next_input is not None else x,
+        *epilogue.tensors(unused=x),
         parts.parts,
         parts.arrived,
         num_tokens,
         columns,
-        num_parts,
-        eps,
+        epilogue.num_parts,
+        epilogue.eps,
         K=inner,
         ROWS=MAX_TOKENS,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
         SPLITS=tiles.num_splits,
-        BLOCK_PARTS=triton.next_power_of_2(max(num_parts, 1)),
-        HAS_BIAS=bias is not None,
-        HAS_NORM=square_sums is not None,
-        HAS_RESIDUAL=residual is not None,
-        HAS_NEXT=next_input is not None,
-        SILU=silu,
+        **epilogue.constants(),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -9,18 +9,19 @@ be captured in CUDA graphs: nothing is allocated and no shape depends on the dat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from model_executor.kernels.embed_tokens import embed_tokens
+from model_executor.kernels.fused_gemm import Epilogue, NormInput
 from model_executor.kernels.norm_heads import norm_heads
 from model_executor.kernels.prefill_attention import prefill_attention
 from model_executor.kernels.rms_norm import rms_norm
 from model_executor.kernels.silu_mul import silu_mul
-from model_executor.kernels.small_gemm import MAX_TOKENS, NormInput, fits, make_norm_input, small_gemm
+from model_executor.kernels.small_gemm import MAX_TOKENS, fits, make_norm_input, small_gemm
 from model_executor.kernels.step_inputs import StepInputs
 from model_executor.kernels.verify_attention import SplitWorkspace, make_split_workspace, verify_attention
 from model_executor.kernels.wide_gemm import MAX_TOKENS as MAX_WIDE_TOKENS
@@ -37,7 +38,7 @@ class FusedProducts:
     """The products of a fused step, and what they leave for each other."""
 
     max_tokens: int
-    product: Callable[..., None]  # as `small_gemm`
+    product: Callable[[Tensor, Tensor, Tensor, Epilogue], None]  # x, weight, out, epilogue, as `small_gemm`
     before_attention: NormInput
     before_mlp: NormInput
 
@@ -209,29 +210,19 @@ class FusedDecoder:
         embed_tokens(
             inputs.input_ids, parameters.embed_tokens, self._layers[0].input_norm, b.stream, fused.before_attention
         )
-        scaled, sums = fused.before_attention.scaled[:num_tokens], fused.before_attention.square_sums
-        scaled_mlp, sums_mlp = fused.before_mlp.scaled[:num_tokens], fused.before_mlp.square_sums
+        scaled = fused.before_attention.scaled[:num_tokens]
+        scaled_mlp = fused.before_mlp.scaled[:num_tokens]
+        after_norm = Epilogue(square_sums=fused.before_attention.square_sums, eps=eps)
+        gate_up = Epilogue(square_sums=fused.before_mlp.square_sums, eps=eps, silu=True)
         for layer, layer_kv, next_norm in zip(self._layers, kv_cache.layers, norms, strict=True):
-            product(scaled, layer.qkv, b.qkv, bias=layer.qkv_bias, square_sums=sums, eps=eps)
+            product(scaled, layer.qkv, b.qkv, replace(after_norm, bias=layer.qkv_bias))
             self._attend(layer, layer_kv, inputs, block_table, b)
-            product(
-                b.attended,
-                layer.o,
-                b.projected,
-                residual=b.stream,
-                next_weight=layer.post_attention_norm,
-                next_input=fused.before_mlp,
-            )
-            product(scaled_mlp, layer.gate_up, b.activated, square_sums=sums_mlp, eps=eps, silu=True)
-            product(
-                b.activated,
-                layer.down,
-                b.stream,
-                residual=b.projected,
-                next_weight=next_norm,
-                next_input=fused.before_attention,
-            )
-        product(scaled, parameters.lm_head, b.logits, square_sums=sums, eps=eps)
+            to_mlp = Epilogue(residual=b.stream, next_weight=layer.post_attention_norm, next_input=fused.before_mlp)
+            product(b.attended, layer.o, b.projected, to_mlp)
+            product(scaled_mlp, layer.gate_up, b.activated, gate_up)
+            to_attention = Epilogue(residual=b.projected, next_weight=next_norm, next_input=fused.before_attention)
+            product(b.activated, layer.down, b.stream, to_attention)
+        product(scaled, parameters.lm_head, b.logits, after_norm)
 
     def _enter(self, inputs: StepInputs, b: StepBuffers) -> None:
         """Up to the first attention."""

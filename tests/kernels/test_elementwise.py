@@ -8,7 +8,7 @@ import torch
 from model_executor.kernels.norm_heads import norm_heads, norm_heads_ref
 from model_executor.kernels.rms_norm import NormTiles, rms_norm, rms_norm_ref
 from model_executor.kernels.silu_mul import SiluTiles, silu_mul, silu_mul_ref
-from tests.kernels.test_small_gemm import relative_error, tolerance
+from tests.kernels.accuracy import relative_error, tolerance
 
 
 @pytest.mark.parametrize("hidden", [64, 200])
