@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,10 @@ def check_returned(llm: LLM) -> None:
 def step_counts(llm: LLM) -> tuple[dict[tuple[int, ...], int], int]:
     """Replays of each graph, by (requests, draft tokens, tokens), and steps without one; since the start."""
     stats = llm._engine.executor.stats  # type: ignore[attr-defined]
-    return dict(stats.num_replays), stats.num_eager_steps
+    num_replays: Counter[tuple[int, ...]] = Counter()
+    for shape, count in stats.num_replays.items():
+        num_replays[shape.num_reqs, shape.num_draft, shape.num_input_tokens] += count
+    return dict(num_replays), stats.num_eager_steps
 
 
 def num_accepted(outputs: Sequence[RequestOutput]) -> int:

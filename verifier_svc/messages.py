@@ -109,6 +109,10 @@ class GraphReplays(msgspec.Struct, frozen=True, array_like=True):
     """Draft tokens of each, at most."""
     num_tokens: int
     """Tokens of its input, padding included."""
+    is_mixed: bool
+    """Has room for chunks of prompts."""
+    is_plain: bool
+    """For requests that sample by temperature alone."""
     num_replays: int
 
 

@@ -220,20 +220,28 @@ def test_names_and_types_of_ours(metrics: FrontMetrics, server: MetricsServer) -
 
 
 def test_graphs_that_never_ran_are_there_with_0(metrics: FrontMetrics, server: MetricsServer) -> None:
-    graphs = [GraphReplays(4, 3, 16, 7), GraphReplays(8, 3, 32, 0), GraphReplays(8, 3, 256, 2)]
+    graphs = [
+        GraphReplays(4, 3, 16, False, True, 7),
+        GraphReplays(4, 3, 16, False, False, 0),
+        GraphReplays(8, 3, 256, True, True, 2),
+    ]
     metrics.report(Report(EngineLoad(), [], replays=ReplayCounts(graphs, 5)))
     metrics.report(Report(EngineLoad(), []))  # without news of them
     families = scrape(server)
     assert families["outrider_graph_replays"].type == families["outrider_eager_steps"].type == "counter"
     name = "outrider_graph_replays_total"
+    labels = ("requests", "draft_tokens", "tokens", "step", "sampling")
     found = {
-        tuple(sample.labels[label] for label in ("requests", "draft_tokens", "tokens")): sample.value
+        tuple(sample.labels[label] for label in labels): sample.value
         for sample in families["outrider_graph_replays"].samples
         if sample.name == name
     }
-    assert found == {("4", "3", "16"): 7, ("8", "3", "32"): 0, ("8", "3", "256"): 2}
-    assert value(families, name, requests="4", model_name="demo") == 7
-    assert value(families, "outrider_eager_steps_total", model_name="demo") == 5
+    assert found == {
+        ("4", "3", "16", "decode", "plain"): 7,
+        ("4", "3", "16", "decode", "processed"): 0,
+        ("8", "3", "256", "mixed", "plain"): 2,
+    }
+    assert value(families, name, requests="8", model_name="demo") == 2
 
 
 def test_process_metrics_are_there(server: MetricsServer) -> None:

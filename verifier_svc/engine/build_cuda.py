@@ -19,10 +19,11 @@ from model_executor.row_state import RowState
 from verifier_svc.drafts.device_drafts import DeviceDrafts
 from verifier_svc.engine.cuda_executor import CudaExecutor
 from verifier_svc.engine.cuda_memory import free_bytes, num_cuda_blocks
-from verifier_svc.engine.device_step import DeviceStep, DraftRules, StepParts, StepShape
+from verifier_svc.engine.device_step import DeviceStep, DraftRules, StepParts
 from verifier_svc.engine.memory_report import MemoryUse, tensor_bytes
 from verifier_svc.engine.prompt_logprobs import PromptLogprobs
 from verifier_svc.engine.staging import WriteStager
+from verifier_svc.engine.step_shape import StepShape
 from verifier_svc.sampling.device_sampler import DeviceSampler
 from verifier_svc.sampling.state import SamplingState
 

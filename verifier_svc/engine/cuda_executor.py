@@ -26,6 +26,7 @@ from verifier_svc.drafts.device_drafts import DeviceDrafts
 from verifier_svc.engine.device_step import DeviceStep
 from verifier_svc.engine.prompt_logprobs import PromptChunk, PromptLogprobs
 from verifier_svc.engine.staging import WriteStager
+from verifier_svc.engine.step_shape import StepShape
 from verifier_svc.orchestrator.step import PlannedRow, RowOutcome, StepOutcome, StepPlan
 from verifier_svc.sampling.device_sampler import unpack_logprobs
 from verifier_svc.sampling.state import NO_LOGPROBS, SamplingState
@@ -37,8 +38,8 @@ _FINISH_REASONS = (None, FinishReason.STOP, FinishReason.LENGTH)
 class GraphStats:
     """How steps ran; a graph that is captured and never replayed shows here."""
 
-    num_replays: dict[tuple[int, ...], int]
-    """By (requests, draft tokens, tokens) of the graph; those of plain and of other sampling together."""
+    num_replays: dict[StepShape, int]
+    """Of every graph."""
     num_eager_steps: int = 0
 
 
@@ -97,7 +98,7 @@ class CudaExecutor:
         """A request may ask for more draft tokens than there are steps for."""
         self._pad_row = rows.committed_len.shape[0] - 1
         self._pending: deque[_InFlight] = deque()
-        self.stats = GraphStats({_key(step): 0 for step in steps if step.is_captured})
+        self.stats = GraphStats({step.shape: 0 for step in steps if step.is_captured})
         max_reqs = max(step.shape.num_reqs for step in steps)
         max_width = max(step.inputs.width for step in steps)
         self._batch = np.zeros((3, max_reqs), dtype=np.int64)
@@ -208,13 +209,9 @@ class CudaExecutor:
 
     def _count(self, step: DeviceStep) -> None:
         if step.is_captured:
-            self.stats.num_replays[_key(step)] += 1
+            self.stats.num_replays[step.shape] += 1
         else:
             self.stats.num_eager_steps += 1
-
-
-def _key(step: DeviceStep) -> tuple[int, ...]:
-    return step.shape.num_reqs, step.shape.num_draft, step.num_tokens
 
 
 def _make_slot(max_reqs: int, max_width: int) -> _Slot:

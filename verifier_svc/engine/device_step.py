@@ -25,25 +25,11 @@ from model_executor.kv_cache import KVCache
 from model_executor.landing_tensors import LandingTensors
 from model_executor.models.fused_decoder import FusedDecoder, StepBuffers
 from model_executor.row_state import RowState
+from verifier_svc.engine.step_shape import StepShape
 from verifier_svc.sampling.device_sampler import DeviceSampler
 from verifier_svc.sampling.state import SamplingState
 
 Capture = Literal["full", "piecewise", "none"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """What is fixed about a step."""
-
-    num_reqs: int
-    num_draft: int
-    """K; 0 is a step without drafts."""
-    num_tokens: int | None
-    """T of a step with chunks of prompts; None: every row decodes."""
-    is_plain: bool
-    """Rows sample by temperature alone."""
-    keeps_hidden: bool = False
-    """`DeviceStep.hidden` is that of all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, runtime_checkable
 
 from verifier_svc.engine.executor import StepExecutor
+from verifier_svc.engine.step_shape import StepShape
 from verifier_svc.messages import GraphReplays, ReplayCounts
 
 
@@ -13,8 +14,8 @@ class ReplayStats(Protocol):
     """Counters since the start."""
 
     @property
-    def num_replays(self) -> Mapping[tuple[int, ...], int]:
-        """By (requests, draft tokens) of the graph, and by its input tokens where they do not follow from these."""
+    def num_replays(self) -> Mapping[StepShape, int]:
+        """Of every graph."""
         ...
 
     @property
@@ -39,9 +40,11 @@ def replay_counter(executor: StepExecutor) -> Callable[[], ReplayCounts] | None:
 
 def read_replays(stats: ReplayStats) -> ReplayCounts:
     """The counts as they are now, the smallest graph first."""
-    graphs: list[GraphReplays] = []
-    for (num_reqs, num_draft, *tokens), count in stats.num_replays.items():
-        num_tokens = tokens[0] if tokens else num_reqs * (num_draft + 1)
-        graphs.append(GraphReplays(num_reqs, num_draft, num_tokens, count))
+    graphs = [
+        GraphReplays(
+            shape.num_reqs, shape.num_draft, shape.num_input_tokens, shape.num_tokens is not None, shape.is_plain, count
+        )
+        for shape, count in stats.num_replays.items()
+    ]
     graphs.sort(key=lambda graph: (graph.num_draft_tokens, graph.num_reqs, graph.num_tokens))
     return ReplayCounts(graphs, stats.num_eager_steps)

@@ -196,6 +196,8 @@ def _collect_replays(families: Families, replays: ReplayCounts) -> None:
             requests=str(graph.num_reqs),
             draft_tokens=str(graph.num_draft_tokens),
             tokens=str(graph.num_tokens),
+            step="mixed" if graph.is_mixed else "decode",
+            sampling="plain" if graph.is_plain else "processed",
         )
     families.counter("outrider_eager_steps", "Steps that ran without a graph.", replays.num_eager_steps)
 

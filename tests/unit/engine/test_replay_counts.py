@@ -17,25 +17,29 @@ from verifier_svc.engine.executor import StepExecutor
 from verifier_svc.engine.link import EngineLink
 from verifier_svc.engine.process import EngineProcess
 from verifier_svc.engine.replay_counts import read_replays, replay_counter
+from verifier_svc.engine.step_shape import StepShape
 from verifier_svc.messages import AddRequest, FrameReader, FromEngine, GraphReplays, ReplayCounts, Report, Stop, frame
 from verifier_svc.orchestrator.step import StepOutcome, StepPlan
 
 
 @dataclass
 class Stats:
-    num_replays: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_replays: dict[StepShape, int] = field(default_factory=dict)
     num_eager_steps: int = 0
 
 
+USED, UNUSED = StepShape(2, 3, None, True), StepShape(1, 0, None, True)
+
+
 class CountingExecutor:
-    """Has one graph, and counts every step as a run of it."""
+    """Has two graphs, and counts every step as a run of the first."""
 
     def __init__(self, executor: StepExecutor) -> None:
         self._executor = executor
-        self.stats = Stats({(2, 3): 0, (1, 0): 0})
+        self.stats = Stats({USED: 0, UNUSED: 0})
 
     def submit(self, plan: StepPlan) -> None:
-        self.stats.num_replays[2, 3] += 1
+        self.stats.num_replays[USED] += 1
         self._executor.submit(plan)
 
     def result(self) -> StepOutcome:
@@ -50,9 +54,12 @@ def num_replays(report: Report) -> int:
     return -1 if report.replays is None else report.replays.graphs[1].num_replays
 
 
-def test_graphs_by_size_with_tokens_where_they_do_not_follow() -> None:
-    counts = read_replays(Stats({(8, 3): 5, (8, 0): 0, (4, 3): 1, (8, 3, 512): 2}, 9))
-    expected = [(8, 0, 8, 0), (4, 3, 16, 1), (8, 3, 32, 5), (8, 3, 512, 2)]
+def test_every_graph_has_a_count_of_its_own() -> None:
+    decode, mixed = StepShape(8, 3, None, True), StepShape(8, 3, 32, True)
+    processed, smaller = StepShape(8, 3, None, False), StepShape(4, 3, None, True)
+    counts = read_replays(Stats({decode: 5, mixed: 0, processed: 2, smaller: 1}, 9))
+    expected = [(4, 3, 16, False, True, 1), (8, 3, 32, False, True, 5), (8, 3, 32, True, True, 0)]
+    expected.append((8, 3, 32, False, False, 2))
     assert counts == ReplayCounts([GraphReplays(*values) for values in expected], 9)
 
 
@@ -80,7 +87,9 @@ def test_the_front_hears_of_all_graphs_before_the_first_step_and_of_every_step_a
         return [report for report in reports if isinstance(report, Report)]
 
     first = take()[0]
-    assert first.replays == ReplayCounts([GraphReplays(1, 0, 1, 0), GraphReplays(2, 3, 8, 0)], 0)
+    assert first.replays == ReplayCounts(
+        [GraphReplays(1, 0, 1, False, True, 0), GraphReplays(2, 3, 8, False, True, 0)], 0
+    )
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     start = time.monotonic()
     request = Request("r", [1, 2], params, 0, 42)
@@ -88,13 +97,13 @@ def test_the_front_hears_of_all_graphs_before_the_first_step_and_of_every_step_a
     reports: list[Report] = []
     while not any(update.finish_reason for report in reports for update in report.updates):
         reports += take()
-    while num_replays(reports[-1]) != executor.stats.num_replays[2, 3]:  # a step without rows may follow
+    while num_replays(reports[-1]) != executor.stats.num_replays[USED]:  # a step without rows may follow
         reports += take()
     seconds = time.monotonic() - start
     front.sendall(frame(msgspec.msgpack.encode([Stop()])))
     thread.join(10)
     assert not thread.is_alive()
-    assert num_replays(reports[-1]) == executor.stats.num_replays[2, 3] >= 40
+    assert num_replays(reports[-1]) == executor.stats.num_replays[USED] >= 40
     # Not with every step: they are many, and a scrape comes every few seconds.
     assert len([r for r in reports if r.replays is not None]) <= 3 + seconds / process._REPLAYS_INTERVAL_S
     assert len(reports) > 20

@@ -11,7 +11,7 @@ from common.config import EngineConfig
 pytest.importorskip("triton", reason="the kernels of a step are written in it", exc_type=ImportError)
 
 if TYPE_CHECKING:
-    from verifier_svc.engine.device_step import StepShape
+    from verifier_svc.engine.step_shape import StepShape
 
 LIMITS = (16, 63, 64, 65, 512, 513, 1000, 1024, 1025, 2048, 5000, 8192)
 
