@@ -108,10 +108,11 @@ class Stream:
         """Generate until drafts of that drafter have been verified."""
         stats = self._drafts.stats.drafters[index]
         goal = stats.num_drafts + 3
-        for _ in range(80):
+        for step in range(80):
             self.run(1)
             if stats.num_drafts >= goal:
                 return
+            time.sleep(2e-3 * step)  # on a busy machine 80 steps pass before the drafter has had a turn
         raise AssertionError(f"no drafts of {stats}")
 
     def finish(self) -> list[int]:
