@@ -95,7 +95,7 @@ def resolve_max_model_len(max_model_len: int | None, config: ModelConfig) -> int
     allowed = config.max_position_embeddings
     if max_model_len is None:
         return allowed
-    if not 1 <= max_model_len <= allowed:
-        limit = f"1 to {allowed}, the max_position_embeddings of the model"
+    if not 2 <= max_model_len <= allowed:  # a token of prompt and one of output
+        limit = f"2 to {allowed}, the max_position_embeddings of the model"
         raise InvalidArgumentError("max_model_len", max_model_len, limit)
     return max_model_len

@@ -26,7 +26,7 @@ OPTIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"num_speculative_tokens": 17}, "num_speculative_tokens = 17", "16"),
     ({"prompt_lookup_min": 6}, "prompt_lookup_min = 6", "prompt_lookup_max = 5"),
     ({"dtype": "int8"}, "dtype = 'int8'", "float32"),
-    ({"max_model_len": 513}, "max_model_len = 513", "1 to 512"),
+    ({"max_model_len": 513}, "max_model_len = 513", "2 to 512"),
     ({"max_model_len": 1}, "max_model_len = 1", "2"),
     ({"max_num_seqs": 0}, "max_num_seqs = 0", "1"),
     ({"max_num_seqs": 32, "max_num_batched_tokens": 31}, "max_num_batched_tokens = 31", "max_num_seqs = 32"),
@@ -105,7 +105,7 @@ def test_limits_are_checked_before_anything_is_loaded(tiny_llama: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(InvalidArgumentError, match=r"kv_cache_memory = .*max_model_len = 1000000000"):
         load(tmp_path, max_model_len=None)
-    with pytest.raises(InvalidArgumentError, match=r"max_model_len = 2000000000: expected 1 to 1000000000"):
+    with pytest.raises(InvalidArgumentError, match=r"max_model_len = 2000000000: expected 2 to 1000000000"):
         load(tmp_path, max_model_len=2 * 10**9)
 
 
