@@ -9,8 +9,8 @@ from tests.simulated_run import SimulatedRun
 
 SEEDS_PER_CASE = 500
 DEFAULT_SEEDS = 2000
-PREFILL_BOUNDS = (None, 2, 5)
-"""Prompt tokens of a step in which rows decode; each for every third seed."""
+PREFILL_BOUNDS = (None, 1, 2, 5)
+"""Prompt tokens of a step in which rows decode; each for every fourth seed."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
