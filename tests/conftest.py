@@ -1,6 +1,7 @@
 """Settings for all tests. Nothing here imports torch: most tests do without it and start in a fraction of the time."""
 
 import os
+from typing import Any
 
 import hypothesis
 import pytest
@@ -21,6 +22,20 @@ hypothesis.settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--num-seeds", type=int, help="random schedules of each simulation; `make soak` runs 10,000")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadfile, engines on a GPU are all built by one worker: they take most of its memory each."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling  # here, since a run without xdist reads this file too
+
+    class OneWorkerPerGPU(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/gpu" if nodeid.startswith("tests/gpu/") else super()._split_scope(nodeid)
+
+    return OneWorkerPerGPU(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
