@@ -88,7 +88,9 @@ class CudaExecutor:
         depth: int,
         is_checked: bool = False,
     ) -> None:
-        self._steps = sorted(steps, key=lambda step: (step.shape.num_draft, step.shape.num_reqs, step.num_tokens))
+        self._steps = sorted(
+            steps, key=lambda step: (step.shape.num_draft, step.shape.num_reqs, step.shape.num_input_tokens)
+        )
         self._rows = rows
         self._sampling = sampling
         self._drafts = drafts
@@ -198,7 +200,7 @@ class CudaExecutor:
                 and (shape.num_tokens is None) == (num_tokens == 0)
                 and shape.num_draft >= num_draft
                 and shape.num_reqs >= len(rows)
-                and step.num_tokens >= num_tokens
+                and shape.num_input_tokens >= num_tokens
             ):
                 return step
         raise AssertionError(f"no step for {len(rows)} rows with {num_tokens} tokens and {num_draft} draft tokens")

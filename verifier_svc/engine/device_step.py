@@ -125,8 +125,7 @@ class DeviceStep:
         self.inputs: StepInputs = make_step_inputs(
             shape.num_reqs, shape.num_draft, parts.decoder.device, shape.num_tokens
         )
-        self.num_tokens = self.inputs.input_ids.shape[0]
-        self._buffers = parts.buffers.first(self.num_tokens, shape.num_reqs * self.inputs.width)
+        self._buffers = parts.buffers.first(shape.num_input_tokens, shape.num_reqs * self.inputs.width)
         # The calls know nothing of this object: an engine that is let go of gives its memory back at once.
         body = _Body(shape, parts, self.inputs, self._buffers)
         self.outcome = body.outcome  # [num_reqs, OUTCOME_HEADER + width]

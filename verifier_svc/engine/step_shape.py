@@ -1,4 +1,4 @@
-"""What is fixed about a step that is made once and run many times."""
+"""The sizes of a step on a CUDA device. Kept apart from the step: who counts or chooses needs no kernels."""
 
 from __future__ import annotations
 
