@@ -57,6 +57,12 @@ def random_request(rng: random.Random, prompt: list[int], features: tuple[str, .
     return make_request(prompt, seed=rng.randrange(2**64), stop=stop, bad_words=words, **params)
 
 
+def drawn_tokens(values: Tensor, tokens: Tensor) -> Tensor:
+    """What `commit_tokens` picks of [P, num_slots] draws, [P] int64: the best slot, of equal ones the lowest token."""
+    best = values.amax(dim=-1, keepdim=True)
+    return torch.where(values == best, tokens, 1 << 30).amin(dim=-1).long()
+
+
 def random_logits(num_places: int, generator: torch.Generator) -> Tensor:
     """Peaked, flat and rounded ones, some with masked tokens, [num_places, VOCAB_SIZE] float32."""
     scale = torch.tensor([0.3, 1.0, 3.0, 8.0])[torch.randint(0, 4, (num_places, 1), generator=generator)]

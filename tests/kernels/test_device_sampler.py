@@ -8,20 +8,14 @@ from torch import Tensor
 
 from model_executor.kernels.philox import gumbel_noise_ref
 from model_executor.sampling_flags import RANDOM, TOP_P
-from tests.kernels.sampling_rows import VOCAB_SIZE, SamplingStep
+from tests.kernels.sampling_rows import VOCAB_SIZE, SamplingStep, drawn_tokens
 from tests.sampling_reference import make_request
-from verifier_svc.sampling.device_sampler import DeviceSampler, Draws
+from verifier_svc.sampling.device_sampler import DeviceSampler
 from verifier_svc.sampling.sampler import Sampler
 
 
 def sampler_of(step: SamplingStep) -> DeviceSampler:
     return DeviceSampler(step.state, step.rows, step.logits.shape[0] + 5)
-
-
-def drawn_tokens(draws: Draws) -> Tensor:
-    """The best block, as `commit_tokens` picks it: of equal ones the lowest token."""
-    best = draws.values.amax(dim=-1, keepdim=True)
-    return torch.where(draws.values == best, draws.tokens, VOCAB_SIZE).amin(dim=-1)  # [P]
 
 
 def reference_tokens(step: SamplingStep) -> Tensor:
@@ -34,7 +28,8 @@ def reference_tokens(step: SamplingStep) -> Tensor:
 @pytest.mark.parametrize("seed", range(12))
 def test_same_tokens_as_the_torch_sampler(device: torch.device, dtype: torch.dtype, seed: int) -> None:
     step = SamplingStep(100 + seed, device, dtype, num_rows=24)
-    found = drawn_tokens(sampler_of(step).processed(step.logits, step.inputs))[step.in_use].long()
+    draws = sampler_of(step).processed(step.logits, step.inputs)
+    found = drawn_tokens(draws.values, draws.tokens)[step.in_use]
     expected = reference_tokens(step)
     assert len(expected) > 10
     # A nucleus may end one token earlier or later where its weight is top_p to within rounding; no seed here has that.
@@ -53,7 +48,7 @@ def test_plain_rows_draw_the_same_in_both_variants(device: torch.device, dtype: 
     draws = sampler.processed(step.logits, step.inputs)
     assert torch.equal(draws.values[step.in_use], values)
     assert torch.equal(draws.tokens[step.in_use], tokens)
-    assert drawn_tokens(draws)[step.in_use].tolist() == reference_tokens(step).tolist()
+    assert drawn_tokens(draws.values, draws.tokens)[step.in_use].tolist() == reference_tokens(step).tolist()
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")  # of the interpreter
@@ -84,5 +79,6 @@ def test_of_equal_tokens_those_behind_the_cut_are_never_drawn(device: torch.devi
     for row in range(24):
         step.give(row, make_request([0], seed=row, temperature=1.0, top_k=2))
     step.logits.zero_()
-    found = drawn_tokens(sampler_of(step).processed(step.logits, step.inputs))[step.in_use]
+    draws = sampler_of(step).processed(step.logits, step.inputs)
+    found = drawn_tokens(draws.values, draws.tokens)[step.in_use]
     assert set(found.tolist()) == {0, 1}

@@ -15,7 +15,7 @@ from model_executor.kernels.top_k_cut import SHORT, top_k_cut
 from model_executor.kernels.top_p_draw import top_p_draw
 from model_executor.kernels.truncation import TruncationParams, make_truncation_scratch
 from model_executor.sampling_flags import TOP_P
-from tests.kernels.sampling_rows import VOCAB_SIZE, random_logits
+from tests.kernels.sampling_rows import VOCAB_SIZE, drawn_tokens, random_logits
 from tests.kernels.truncation_rows import (
     LARGE_VOCAB_SIZE,
     TOP_PS,
@@ -51,11 +51,6 @@ class Noise:
         return gumbel_noise_ref(self.seed, self.position, vocab_size)
 
 
-def best_token(values: Tensor, tokens: Tensor) -> Tensor:
-    best = values.amax(dim=-1, keepdim=True)
-    return torch.where(values == best, tokens, 1 << 30).amin(dim=-1).long()
-
-
 def draw(
     logits: Tensor, params: TruncationParams, noise: Noise, short: int = SHORT, capacity: int = 4096
 ) -> tuple[Tensor, Tensor]:
@@ -70,9 +65,9 @@ def draw(
     gumbel_argmax(
         logits, params.temperature, seed, position, inputs.idx_mapping, inputs.num_samples, values, tokens, scores
     )
-    first = best_token(values, tokens)
+    first = drawn_tokens(values, tokens)
     top_p_draw(logits, inputs, params, seed, position, scores, scratch, values, tokens)
-    return first, best_token(values, tokens)
+    return first, drawn_tokens(values, tokens)
 
 
 def expected_draw(logits: Tensor, params: TruncationParams, noise: Noise) -> Tensor:
