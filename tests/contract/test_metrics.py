@@ -222,7 +222,8 @@ def test_names_and_types_of_ours(metrics: FrontMetrics, server: MetricsServer) -
 def test_graphs_that_never_ran_are_there_with_0(metrics: FrontMetrics, server: MetricsServer) -> None:
     graphs = [
         GraphReplays(4, 3, 16, False, True, 7),
-        GraphReplays(4, 3, 16, False, False, 0),
+        GraphReplays(8, 3, 32, False, True, 0),
+        GraphReplays(8, 3, 32, False, False, 1),
         GraphReplays(8, 3, 256, True, True, 2),
     ]
     metrics.report(Report(EngineLoad(), [], replays=ReplayCounts(graphs, 5)))
@@ -238,10 +239,12 @@ def test_graphs_that_never_ran_are_there_with_0(metrics: FrontMetrics, server: M
     }
     assert found == {
         ("4", "3", "16", "decode", "plain"): 7,
-        ("4", "3", "16", "decode", "processed"): 0,
+        ("8", "3", "32", "decode", "plain"): 0,
+        ("8", "3", "32", "decode", "processed"): 1,
         ("8", "3", "256", "mixed", "plain"): 2,
     }
-    assert value(families, name, requests="8", model_name="demo") == 2
+    assert value(families, name, requests="4", model_name="demo") == 7
+    assert value(families, "outrider_eager_steps_total", model_name="demo") == 5
 
 
 def test_process_metrics_are_there(server: MetricsServer) -> None:

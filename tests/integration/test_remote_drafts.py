@@ -147,7 +147,7 @@ def test_stop_and_continue(model: Path, expected_long: list[int]) -> None:
         try:
             stream.run(40)
             assert stats.num_hangs == 1
-            assert stats.wait_s - waited_s < 0.3  # a hang is known after 0.1 s, and 40 deadlines are 0.4 s
+            assert stats.wait_s - waited_s < 0.1 + 2 * 0.01 + 0.05
             stream.run(40)
         finally:
             os.killpg(drafter.process.pid, signal.SIGCONT)

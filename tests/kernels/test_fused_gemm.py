@@ -21,6 +21,7 @@ from model_executor.kernels.wide_gemm import (
 from tests.kernels.accuracy import relative_error, tolerance
 
 EPS = 1e-5
+SMALL_TILES = GemmTiles(16, 64, 2, 2)
 SIZES = [("small", 1), ("small", 5), ("small", 16), ("wide", 1), ("wide", 17), ("wide", MAX_TOKENS)]
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Epilogue], None]
@@ -47,7 +48,7 @@ def check_bias_and_residual(product: Product, device: torch.device, dtype: torch
 
 @pytest.mark.parametrize("num_tokens", [1, 4, 16])
 def test_bias_and_residual_of_a_few_rows(device: torch.device, dtype: torch.dtype, num_tokens: int) -> None:
-    check_bias_and_residual(partial(small_gemm, tiles=GemmTiles(16, 64, 2, 2)), device, dtype, num_tokens)
+    check_bias_and_residual(partial(small_gemm, tiles=SMALL_TILES), device, dtype, num_tokens)
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -64,9 +65,8 @@ def test_bias_and_residual_of_some_dozens(
 def test_a_norm_travels_from_one_product_to_the_next(
     device: torch.device, dtype: torch.dtype, parts: SplitParts, kind: str, num_tokens: int
 ) -> None:
-    """With the tiles that steps use."""
-    product, make = small_gemm, make_norm_input
-    if kind == "wide":
+    product, make = partial(small_gemm, tiles=SMALL_TILES), make_norm_input
+    if kind == "wide":  # with the tiles that steps use: its norms have no others
         product, make = partial(wide_gemm, parts=parts), make_wide_norm_input
     hidden, inner = 128, 64
     x = torch.randn(num_tokens, 64, device=device, dtype=dtype)

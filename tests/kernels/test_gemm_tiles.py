@@ -9,7 +9,7 @@ from model_executor.kernels import small_gemm, wide_gemm
 
 PRODUCTS = [(3072, 2048), (2048, 2048), (8192, 2048), (2048, 8192), (6144, 4096), (4096, 4096), (14336, 4096)]
 PRODUCTS += [(4096, 14336), (11008, 4096), (4096, 11008), (896, 896), (4864, 896), (1536, 8960), (128256, 4096)]
-PRODUCTS += [(144, 48)]
+PRODUCTS += [(144, 48), (128256, 512)]
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])

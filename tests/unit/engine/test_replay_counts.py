@@ -57,9 +57,10 @@ def num_replays(report: Report) -> int:
 def test_every_graph_has_a_count_of_its_own() -> None:
     decode, mixed = StepShape(8, 3, None, True), StepShape(8, 3, 32, True)
     processed, smaller = StepShape(8, 3, None, False), StepShape(4, 3, None, True)
-    counts = read_replays(Stats({decode: 5, mixed: 0, processed: 2, smaller: 1}, 9))
-    expected = [(4, 3, 16, False, True, 1), (8, 3, 32, False, True, 5), (8, 3, 32, True, True, 0)]
-    expected.append((8, 3, 32, False, False, 2))
+    larger, without = StepShape(8, 3, 512, True), StepShape(8, 0, None, True)
+    counts = read_replays(Stats({decode: 5, mixed: 4, processed: 3, without: 0, smaller: 1, larger: 2}, 9))
+    expected = [(8, 0, 8, False, True, 0), (4, 3, 16, False, True, 1), (8, 3, 32, False, True, 5)]
+    expected += [(8, 3, 32, True, True, 4), (8, 3, 32, False, False, 3), (8, 3, 512, True, True, 2)]
     assert counts == ReplayCounts([GraphReplays(*values) for values in expected], 9)
 
 

@@ -185,7 +185,7 @@ def test_max_model_len_defaults_to_what_the_model_allows(tiny_model: ModelMaker)
     assert load_model(directory, max_model_len=100, progress=False).max_model_len == 100
 
 
-@pytest.mark.parametrize("max_model_len", [1, 513])
+@pytest.mark.parametrize("max_model_len", [0, 1, 513])
 def test_max_model_len_out_of_range_is_refused(tiny_model: ModelMaker, max_model_len: int) -> None:
     with pytest.raises(InvalidArgumentError, match=rf"max_model_len = {max_model_len}: expected 2 to 512"):
         load_model(tiny_model("LlamaForCausalLM"), max_model_len=max_model_len, progress=False)
