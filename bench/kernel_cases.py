@@ -14,6 +14,8 @@ from model_executor.kernels import rms_norm as norm
 from model_executor.kernels import silu_mul as silu
 from model_executor.kernels.fused_gemm import Epilogue
 from model_executor.kernels.ngram_search import ngram_search
+from model_executor.kernels.product_chain import MAX_TOKENS as MAX_CHAIN_TOKENS
+from model_executor.kernels.product_chain import ChainWeights, make_chain_buffers, prepare_product_chain, runs_on
 from model_executor.kernels.rms_norm import NormTiles, rms_norm
 from model_executor.kernels.silu_mul import SiluTiles, silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, make_norm_input, small_gemm
@@ -64,6 +66,34 @@ def _product(shape: Shape, num_rows: int, columns: int, inner: int, device: torc
     x = torch.randn(num_rows, inner, dtype=shape.dtype, device=device)
     out = torch.empty(num_rows, columns, dtype=shape.dtype, device=device)
     return Work([partial(torch.mm, x, weight.t(), out=out) for weight in weights], weights[0].nbytes)
+
+
+def _product_chain_cases(shape: Shape, sizes: Sizes) -> Iterator[Case]:
+    if not torch.cuda.is_available() or not runs_on(torch.device("cuda"), shape.dtype):
+        return
+    for num_rows in sizes.product_rows:
+        if num_rows <= MAX_CHAIN_TOKENS:
+            size = f"{shape.name} {num_rows} tokens, o to qkv"
+            yield Case("product_chain", size, partial(_product_chain, shape, num_rows))
+
+
+def _product_chain(shape: Shape, num_rows: int, device: torch.device) -> Work:
+    config = shape.config
+    sizes = [(columns, inner) for _, columns, inner in _products(shape)[:4]]
+    qkv, output, gate_up, down = (_weights(shape, *size, device) for size in sizes)
+    norm_weight = torch.ones(config.hidden_size, dtype=shape.dtype, device=device)
+    attended, stream, out = (
+        torch.ones(num_rows, columns, dtype=shape.dtype, device=device)
+        for columns in (shape.attended_size, config.hidden_size, shape.qkv_size)
+    )
+    buffers = make_chain_buffers(config.hidden_size, config.intermediate_size, device)
+    calls: list[Callable[[], object]] = [
+        prepare_product_chain(
+            attended, stream, out, ChainWeights(o, norm_weight, gu, d, norm_weight, q, None), buffers, 1e-5
+        )
+        for q, o, gu, d in zip(qkv, output, gate_up, down, strict=False)  # as many as there are copies of the largest
+    ]
+    return Work(calls, sum(weights[0].nbytes for weights in (qkv, output, gate_up, down)))
 
 
 def _weights(shape: Shape, columns: int, inner: int, device: torch.device) -> list[torch.Tensor]:
@@ -127,6 +157,7 @@ _PER_MODEL: tuple[Callable[[Shape, Sizes], Iterator[Case]], ...] = (
     _silu_mul_cases,
     _rms_norm_cases,
     _product_cases,
+    _product_chain_cases,
     sampling_cases,
 )
 _PER_RUN: tuple[Callable[[Sizes], Iterator[Case]], ...] = (_ngram_search_cases,)

@@ -95,6 +95,9 @@ class EngineConfig(BaseModel):
     max_prefill_beside_decode: int | None = Field(default=None, ge=16)
     """Prompt tokens of a step in which other rows decode, less what these take, but at least half of it; None: 256 on a
     GPU, and no bound of its own on a CPU."""
+    product_chain: bool = True
+    """On a Hopper GPU, run the products between two attentions as one kernel in steps of up to 16 tokens; False for
+    engines that share a GPU, through MPS or in one process: this kernel must have all multiprocessors at once."""
     debug_step_path: bool = False
     """On a GPU, fail if handing over a step waits for the device or allocates memory."""
     enable_prefix_caching: bool = True

@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
@@ -103,7 +104,10 @@ def _verify_attention_kernel(
     num_splits: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     WRITES_KV: tl.constexpr,
+    LETS_NEXT_BEGIN: tl.constexpr,
 ):
+    if LETS_NEXT_BEGIN:
+        gdc_launch_dependents()
     request = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2).to(tl.int64)
@@ -239,12 +243,15 @@ class AttentionTiles:
     num_splits: int
 
 
-def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles:
+def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int, lets_next_begin: bool = False) -> AttentionTiles:
     """Best of some dozens each, measured on an H200 at a context of 1280 with 8 KV heads and 1 to 64 requests.
 
     One request is bound by latency and takes many splits; large batches are bound by memory, and want about as many
     small programs as the multiprocessors hold. Tiles of 64 head dimensions (a row of 128 bytes) are quickest: all of a
     head of 64, and half of one of 128 at a time (84 us instead of 90 for 64 requests).
+
+    With a `product_chain` behind it, fewer programs at a time with more tiles on their way are better: 16 requests of a
+    1B Llama take 54.8 us a layer instead of 55.5.
     """
     pairs = num_reqs * num_kv_heads
     if head_dim > 64:
@@ -253,7 +260,8 @@ def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles
         return AttentionTiles(64, 2, 4, max(1, min(12, (432 + pairs // 2) // pairs)))
     if pairs > 384:
         return AttentionTiles(128, 2, 3, 1)
-    return AttentionTiles(128, 4, 2, min(12, 384 // pairs))
+    num_stages = 3 if lets_next_begin and pairs >= 96 else 2
+    return AttentionTiles(128, 4, num_stages, min(12, 384 // pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,6 +317,7 @@ def verify_attention(
     max_query_len: int,
     workspace: SplitWorkspace,
     writes_kv: bool = True,
+    lets_next_begin: bool = False,
 ) -> None:
     """Attention of requests with at most `max_query_len` query tokens; lengths are read on the device.
 
@@ -326,11 +335,12 @@ def verify_attention(
         max_query_len: K + 1.
         workspace: of `make_split_workspace` for at least this batch.
         writes_kv: False: somebody else writes the KV of the query tokens, and before this.
+        lets_next_begin: the kernel behind may begin before this one has ended, and waits where it has to.
     """
     _, block_size, num_kv_heads, head_dim = key.shape
     group = num_heads // num_kv_heads
     num_reqs = seq_lens.shape[0]
-    tiles = workspace.tiles or tiles_for(num_reqs, num_kv_heads, head_dim)
+    tiles = workspace.tiles or tiles_for(num_reqs, num_kv_heads, head_dim, lets_next_begin)
     _verify_attention_kernel[(num_reqs, num_kv_heads, tiles.num_splits)](
         qkv,
         cos_sin,
@@ -363,6 +373,7 @@ def verify_attention(
         num_splits=tiles.num_splits,
         MAX_SPLITS=triton.next_power_of_2(tiles.num_splits),
         WRITES_KV=writes_kv,
+        LETS_NEXT_BEGIN=lets_next_begin,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

@@ -1,7 +1,8 @@
 """The decoder of steps on a GPU: few kernels, fixed shapes, buffers made once.
 
 A step of decode rows with up to 64 tokens goes through five fused kernels a layer: those of `small_gemm` up to 16 and
-those of `wide_gemm` above (docs/adr/0008-fused-gemm-of-few-rows.md). All others go through the vendor's matrix products
+those of `wide_gemm` above (docs/adr/0008-fused-gemm-of-few-rows.md). With up to 16 tokens it is two kernels a layer on
+a GPU that can do `product_chain` (docs/adr/0013-product-chain.md). All others go through the vendor's matrix products
 with `rms_norm` and `silu_mul` between them, and a mixed step has the kernels of prefill beside those of decode. All may
 be captured in CUDA graphs: nothing is allocated and no shape depends on the data.
 """
@@ -19,6 +20,15 @@ from model_executor.kernels.embed_tokens import embed_tokens
 from model_executor.kernels.fused_gemm import Epilogue, NormInput
 from model_executor.kernels.norm_heads import norm_heads
 from model_executor.kernels.prefill_attention import prefill_attention
+from model_executor.kernels.product_chain import MAX_TOKENS as MAX_CHAIN_TOKENS
+from model_executor.kernels.product_chain import (
+    ChainBuffers,
+    ChainWeights,
+    make_chain_buffers,
+    prepare_product_chain,
+    runs_on,
+)
+from model_executor.kernels.product_chain import fits as chain_fits
 from model_executor.kernels.rms_norm import rms_norm
 from model_executor.kernels.silu_mul import silu_mul
 from model_executor.kernels.small_gemm import MAX_TOKENS, fits, make_norm_input, small_gemm
@@ -58,6 +68,7 @@ class StepBuffers:
     sampled_attended: Tensor  # [P, num_heads * head_dim]
     logits: Tensor  # [P, vocab_size]
     fused: tuple[FusedProducts, ...]  # those for fewer tokens first
+    chain: ChainBuffers | None  # None: no `product_chain` for this model or device
     workspace: SplitWorkspace
 
     def first(self, num_tokens: int, num_places: int) -> StepBuffers:
@@ -74,6 +85,7 @@ class StepBuffers:
             self.sampled_attended[:num_places],
             self.logits[:num_places],
             self.fused,
+            self.chain,
             self.workspace,
         )
 
@@ -91,6 +103,7 @@ class FusedDecoder:
         parameters: its weights, shared with whoever else holds them.
         layers: `parameters.layers`, in order.
         max_model_len: positions 0..max_model_len - 1 are valid.
+        uses_chains: run `product_chain` where it can run. It wants the GPU for itself while it runs.
     """
 
     def __init__(
@@ -99,6 +112,7 @@ class FusedDecoder:
         parameters: DecoderParameters,
         layers: Sequence[LayerParameters],
         max_model_len: int,
+        uses_chains: bool = True,
     ) -> None:
         self.config = config
         self._parameters = parameters
@@ -112,6 +126,10 @@ class FusedDecoder:
         shapes = [(self._qkv_size, hidden), (hidden, attended), (inner, hidden), (hidden, inner)]
         shapes.append((config.vocab_size, hidden))
         self._can_fuse = all(fits(n, k) for n, k in shapes) and not config.mlp_bias and not config.o_bias
+        self._can_chain = False
+        if uses_chains and self._can_fuse and runs_on(self.device, self.dtype):
+            num_programs = torch.cuda.get_device_properties(self.device).multi_processor_count
+            self._can_chain = chain_fits(hidden, attended, inner, (self._qkv_size, config.vocab_size), num_programs)
 
     def make_buffers(self, max_tokens: int, max_places: int, max_reqs: int, width: int) -> StepBuffers:
         """Activations for steps of at most `max_tokens` tokens, `max_places` places to sample and `max_reqs` entries.
@@ -138,6 +156,9 @@ class FusedDecoder:
             sampled_attended=empty(max_places, config.num_heads * config.head_dim),
             logits=empty(max_places, config.vocab_size),
             fused=self._make_fused_products(),
+            chain=make_chain_buffers(config.hidden_size, config.intermediate_size, self.device)
+            if self._can_chain
+            else None,
             workspace=make_split_workspace(
                 max_reqs,
                 config.num_kv_heads,
@@ -170,6 +191,8 @@ class FusedDecoder:
         """
         num_tokens, num_places = inputs.input_ids.shape[0], inputs.sample_index.shape[0]
         b = buffers.first(num_tokens, num_places)
+        if buffers.chain is not None and not inputs.is_mixed and num_tokens <= MAX_CHAIN_TOKENS:
+            return [self._chained(inputs, block_table, kv_cache, b, buffers.chain)]
         for fused in buffers.fused:
             if not inputs.is_mixed and num_tokens <= fused.max_tokens:
                 return [partial(self._forward_fused, inputs, block_table, kv_cache, b, fused)]
@@ -206,15 +229,12 @@ class FusedDecoder:
     ) -> None:
         eps, parameters = self.config.rms_norm_eps, self._parameters
         num_tokens, product = inputs.input_ids.shape[0], fused.product
-        norms = [layer.input_norm for layer in self._layers[1:]] + [parameters.final_norm]
-        embed_tokens(
-            inputs.input_ids, parameters.embed_tokens, self._layers[0].input_norm, b.stream, fused.before_attention
-        )
         scaled = fused.before_attention.scaled[:num_tokens]
         scaled_mlp = fused.before_mlp.scaled[:num_tokens]
         after_norm = Epilogue(square_sums=fused.before_attention.square_sums, eps=eps)
         gate_up = Epilogue(square_sums=fused.before_mlp.square_sums, eps=eps, silu=True)
-        for layer, layer_kv, next_norm in zip(self._layers, kv_cache.layers, norms, strict=True):
+        self._embed_fused(inputs, b, fused)
+        for layer, layer_kv, next_norm in zip(self._layers, kv_cache.layers, self._next_norms(), strict=True):
             product(scaled, layer.qkv, b.qkv, replace(after_norm, bias=layer.qkv_bias))
             self._attend(layer, layer_kv, inputs, block_table, b)
             to_mlp = Epilogue(residual=b.stream, next_weight=layer.post_attention_norm, next_input=fused.before_mlp)
@@ -223,6 +243,45 @@ class FusedDecoder:
             to_attention = Epilogue(residual=b.projected, next_weight=next_norm, next_input=fused.before_attention)
             product(b.activated, layer.down, b.stream, to_attention)
         product(scaled, parameters.lm_head, b.logits, after_norm)
+
+    def _embed_fused(self, inputs: StepInputs, b: StepBuffers, fused: FusedProducts) -> None:
+        embedding, norm = self._parameters.embed_tokens, self._layers[0].input_norm
+        embed_tokens(inputs.input_ids, embedding, norm, b.stream, fused.before_attention)
+
+    def _next_norms(self) -> list[Tensor]:
+        """The norm behind each layer."""
+        return [layer.input_norm for layer in self._layers[1:]] + [self._parameters.final_norm]
+
+    def _chained(
+        self, inputs: StepInputs, block_table: Tensor, kv_cache: KVCache, b: StepBuffers, chain: ChainBuffers
+    ) -> Callable[[], None]:
+        """A forward pass of attentions with chains of products between them."""
+        after = [(layer.qkv, layer.qkv_bias, b.qkv) for layer in self._layers[1:]]
+        after.append((self._parameters.lm_head, None, b.logits))
+        launches: list[Callable[[], None]] = []
+        for layer, next_norm, (weight, bias, out) in zip(self._layers, self._next_norms(), after, strict=True):
+            weights = ChainWeights(
+                layer.o, layer.post_attention_norm, layer.gate_up, layer.down, next_norm, weight, bias
+            )
+            launches.append(prepare_product_chain(b.attended, b.stream, out, weights, chain, self.config.rms_norm_eps))
+        return partial(self._forward_chained, inputs, block_table, kv_cache, b, launches)
+
+    def _forward_chained(
+        self,
+        inputs: StepInputs,
+        block_table: Tensor,
+        kv_cache: KVCache,
+        b: StepBuffers,
+        launches: Sequence[Callable[[], None]],
+    ) -> None:
+        first, fused = self._layers[0], b.fused[0]
+        self._embed_fused(inputs, b, fused)
+        norm = fused.before_attention
+        epilogue = Epilogue(square_sums=norm.square_sums, eps=self.config.rms_norm_eps, bias=first.qkv_bias)
+        fused.product(norm.scaled[: inputs.input_ids.shape[0]], first.qkv, b.qkv, epilogue)
+        for layer, layer_kv, products in zip(self._layers, kv_cache.layers, launches, strict=True):
+            self._attend(layer, layer_kv, inputs, block_table, b, lets_next_begin=True)
+            products()
 
     def _enter(self, inputs: StepInputs, b: StepBuffers) -> None:
         """Up to the first attention."""
@@ -265,7 +324,13 @@ class FusedDecoder:
         _matmul(sampled.normed, parameters.lm_head, None, sampled.logits)
 
     def _attend(
-        self, layer: LayerParameters, layer_kv: LayerKV, inputs: StepInputs, block_table: Tensor, b: StepBuffers
+        self,
+        layer: LayerParameters,
+        layer_kv: LayerKV,
+        inputs: StepInputs,
+        block_table: Tensor,
+        b: StepBuffers,
+        lets_next_begin: bool = False,
     ) -> None:
         config = self.config
         if layer.qk_norm is not None:
@@ -287,6 +352,7 @@ class FusedDecoder:
             inputs.width,
             b.workspace,
             writes_kv=not inputs.is_mixed,
+            lets_next_begin=lets_next_begin,
         )
 
     def compute_logits(self, hidden: Tensor) -> Tensor:

@@ -79,7 +79,9 @@ def build_cuda_engine_parts(
     stager.write(rows.committed_len, config.max_num_seqs, np.ones(1, dtype=np.int64))  # it has a last token to look at
     stager.flush()
     drafts = build_drafts(stager)
-    decoder = FusedDecoder(loaded.config, loaded.parameters, layers, loaded.max_model_len)
+    decoder = FusedDecoder(
+        loaded.config, loaded.parameters, layers, loaded.max_model_len, uses_chains=config.product_chain
+    )
     parts = StepParts(
         decoder=decoder,
         kv_cache=KVCache(loaded.config, 1, decoder.dtype, device),

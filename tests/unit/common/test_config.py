@@ -36,6 +36,7 @@ def refusal(**values: Any) -> InvalidArgumentError:
         ("async_scheduling", [True, False], ["perhaps", None]),
         ("cuda_graphs", ["full", "piecewise", "none"], ["partial", "", True, None]),
         ("max_prefill_beside_decode", [None, 16, 1 << 20], [15, 0, -16, 16.5, "many"]),
+        ("product_chain", [True, False], ["perhaps", None]),
         ("debug_step_path", [True, False], ["perhaps", None]),
     ],
 )
