@@ -243,15 +243,12 @@ class AttentionTiles:
     num_splits: int
 
 
-def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int, lets_next_begin: bool = False) -> AttentionTiles:
+def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int) -> AttentionTiles:
     """Best of some dozens each, measured on an H200 at a context of 1280 with 8 KV heads and 1 to 64 requests.
 
     One request is bound by latency and takes many splits; large batches are bound by memory, and want about as many
     small programs as the multiprocessors hold. Tiles of 64 head dimensions (a row of 128 bytes) are quickest: all of a
     head of 64, and half of one of 128 at a time (84 us instead of 90 for 64 requests).
-
-    With a `product_chain` behind it, fewer programs at a time with more tiles on their way are better: 16 requests of a
-    1B Llama take 54.8 us a layer instead of 55.5.
     """
     pairs = num_reqs * num_kv_heads
     if head_dim > 64:
@@ -260,8 +257,7 @@ def tiles_for(num_reqs: int, num_kv_heads: int, head_dim: int, lets_next_begin: 
         return AttentionTiles(64, 2, 4, max(1, min(12, (432 + pairs // 2) // pairs)))
     if pairs > 384:
         return AttentionTiles(128, 2, 3, 1)
-    num_stages = 3 if lets_next_begin and pairs >= 96 else 2
-    return AttentionTiles(128, 4, num_stages, min(12, 384 // pairs))
+    return AttentionTiles(128, 4, 2, min(12, 384 // pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +336,7 @@ def verify_attention(
     _, block_size, num_kv_heads, head_dim = key.shape
     group = num_heads // num_kv_heads
     num_reqs = seq_lens.shape[0]
-    tiles = workspace.tiles or tiles_for(num_reqs, num_kv_heads, head_dim, lets_next_begin)
+    tiles = workspace.tiles or tiles_for(num_reqs, num_kv_heads, head_dim)
     _verify_attention_kernel[(num_reqs, num_kv_heads, tiles.num_splits)](
         qkv,
         cos_sin,
