@@ -86,6 +86,7 @@ def _product_chain(shape: Shape, num_rows: int, device: torch.device) -> Work:
         torch.ones(num_rows, columns, dtype=shape.dtype, device=device)
         for columns in (shape.attended_size, config.hidden_size, shape.qkv_size)
     )
+    # One behind the other, with no attention between them: none begins early.
     buffers = make_chain_buffers(config.hidden_size, config.intermediate_size, device)
     calls: list[Callable[[], object]] = [
         prepare_product_chain(

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.errors import OutriderError
+
 MAP_BYTES = 128  # of a CUtensorMap
 
 
-class CudaSourceError(RuntimeError):
-    """A source that does not compile, or a call of the driver that failed."""
+class CudaSourceError(OutriderError):
+    """A source that does not compile, a call of the driver or of the compiler that failed, or neither is there."""
 
 
 class CudaKernel:
@@ -131,12 +133,19 @@ def load_kernel(source: Path, name: str, defines: tuple[tuple[str, int], ...], d
 
 
 def _driver() -> Any:
-    """The driver's calls. Imported late: a machine without CUDA may have none."""
-    return import_module("cuda.bindings.driver")
+    return _import("cuda.bindings.driver")
+
+
+def _import(name: str) -> Any:
+    """Imported late: a machine without CUDA has no use for them."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise CudaSourceError(f"no {name}, which comes with torch's builds for CUDA: {error}") from error
 
 
 def _compile(source: Path, defines: Mapping[str, int]) -> bytes:
-    nvrtc = import_module("cuda.bindings.nvrtc")
+    nvrtc = _import("cuda.bindings.nvrtc")
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", "--std=c++17", *(f"-D{k}={v}" for k, v in defines.items())]
     program = _check(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], []))
@@ -145,7 +154,7 @@ def _compile(source: Path, defines: Mapping[str, int]) -> bytes:
         if int(status[0]) != 0:
             log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
             _check(nvrtc.nvrtcGetProgramLog(program, log))
-            raise CudaSourceError(f"{source.name} does not compile:\n{log.decode(errors='replace')}")
+            raise CudaSourceError(f"{source.name} does not compile:\n{log.decode(errors='replace').rstrip(chr(0))}")
         code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, code))
         return code
@@ -161,5 +170,5 @@ def _check(result: Sequence[Any]) -> Any:
     """
     status, *values = result
     if int(status) != 0:
-        raise CudaSourceError(f"the driver answered {status.name}")
+        raise CudaSourceError(f"CUDA answered {status.name}")
     return values[0] if len(values) == 1 else tuple(values)

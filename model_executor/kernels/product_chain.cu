@@ -7,8 +7,9 @@
 // product reads of the one before it (x) comes into the same slots once all programs have met in between. Eight warps
 // take the slots in turn and multiply: 8 columns x 16 tokens x 16 inner elements an instruction.
 //
-// The host defines HIDDEN, ATTENDED, INTER (sizes of the model), NEXT (columns of the last product), ROWS (8 or 16, at
-// least the tokens), NUM_SMS (programs), HAS_BIAS (of the last product) and MAX_WAIT_MS. Elements are bfloat16, sums are float32.
+// Elements are bfloat16, sums are float32. The host defines HIDDEN, ATTENDED, INTER (sizes of the model), NEXT (columns
+// of the last product), ROWS (8 or 16, at least the tokens), NUM_SMS (programs), HAS_BIAS (of the last product) and
+// MAX_WAIT_MS.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -29,8 +30,8 @@ __device__ constexpr int chunk_of(int n, int most, int chunk = 64) {
     return chunk * 2 <= most && n % (chunk * 2) == 0 ? chunk_of(n, most, chunk * 2) : chunk;
 }
 
-// How y[tokens, N] = x[tokens, K] @ w[N, K].T is shared out. A program has EACH units of 8 columns and does PASS of them
-// at a time, CHUNK inner elements a slot.
+// How y[tokens, N] = x[tokens, K] @ w[N, K].T is shared out. A program has EACH units of 8 columns and does PASS of
+// them at a time, CHUNK inner elements a slot.
 template <int N_, int K_, bool SILU_>
 struct Product {
     static constexpr int N = N_, K = K_;
@@ -384,8 +385,8 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS + 32, 1)
     u16 kept[KEPT] = {}, post_norm[KEPT] = {}, next_norm[KEPT] = {};
     u64 count = 0;
     if (threadIdx.x < NUM_THREADS) {
-        // Asked for before the weights are: behind these, memory takes microseconds to answer. The kernel in front, which
-        // may still run, writes none of it.
+        // Asked for before the weights are: behind these, memory takes microseconds to answer. The kernel in front,
+        // which may still run, writes none of it.
 #pragma unroll
         for (int r = 0; r < KEPT; r++) {
             const int place = threadIdx.x + r * NUM_THREADS, token = place / Output::COLUMNS;

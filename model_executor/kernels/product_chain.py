@@ -129,8 +129,14 @@ def prepare_product_chain(
         buffers: of `make_chain_buffers`.
         eps: of both norms.
         max_wait_ms: after this long without all of its programs running, the kernel ends with an error of the device.
+
+    Raises:
+        CudaSourceError: CUDA cannot compile or load the kernel.
+        ValueError: the tensors do not have the same tokens, or too many.
     """
     num_tokens, hidden = stream.shape
+    if num_tokens > MAX_TOKENS or not len(attended) == len(out) == num_tokens:
+        raise ValueError(f"{len(attended)}, {num_tokens} and {len(out)} tokens: not the same, or over {MAX_TOKENS}")
     device = stream.device
     num_programs = _num_programs(device)
     rows = 8 if num_tokens <= 8 else 16

@@ -109,10 +109,11 @@ def test_launches_that_share_buffers_give_what_they_give_alone(hopper: torch.dev
 def test_a_token_does_not_depend_on_those_beside_it(hopper: torch.device) -> None:
     layer = Layer(SIZES["1B"], hopper)
     buffers = make_buffers(layer)
-    whole = layer.run(8, buffers)
-    for num_tokens in range(1, 8):
-        for found, expected in zip(layer.run(num_tokens, buffers), whole, strict=True):
-            assert torch.equal(found[:num_tokens], expected[:num_tokens])
+    for fewest, most in ((1, 8), (9, 16)):
+        whole = layer.run(most, buffers)
+        for num_tokens in range(fewest, most):
+            for found, expected in zip(layer.run(num_tokens, buffers), whole, strict=True):
+                assert torch.equal(found[:num_tokens], expected[:num_tokens])
 
 
 @pytest.mark.gpu
@@ -219,6 +220,24 @@ def test_sizes_that_can_be_shared_out(
     hidden: int, attended: int, inner: int, next_sizes: tuple[int, ...], does_fit: bool
 ) -> None:
     assert chain.fits(hidden, attended, inner, next_sizes, num_programs=132) == does_fit
+
+
+def test_tokens_that_do_not_belong_together_are_refused(device: torch.device) -> None:
+    def zeros(rows: int, columns: int) -> torch.Tensor:
+        return torch.zeros(rows, columns, dtype=torch.bfloat16, device=device)
+
+    one = zeros(512, 512)
+    weights = ChainWeights(one, one[0], zeros(1024, 512), one, one[0], one, None)
+    buffers = ChainBuffers(*(zeros(1, 1) for _ in range(6)))
+    for attended, stream, out in ((17, 17, 17), (2, 1, 1), (1, 1, 2)):
+        with pytest.raises(ValueError, match=f"{attended}, {stream} and {out} tokens"):
+            prepare_product_chain(zeros(attended, 512), zeros(stream, 512), zeros(out, 512), weights, buffers, EPS)
+
+
+def test_without_the_bindings_of_cuda_the_error_names_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+    with pytest.raises(CudaSourceError, match=r"no cuda\.bindings\.driver, which comes with torch's builds for CUDA"):
+        CudaKernel(tmp_path / "any.cu", "any", {})
 
 
 def test_no_chain_on_a_cpu_nor_in_float32(device: torch.device) -> None:
