@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from common.errors import OutriderError
 
-MAP_BYTES = 128  # of a CUtensorMap
+_MAP_BYTES = 128  # of a CUtensorMap
 
 
 class CudaSourceError(OutriderError):
@@ -87,13 +86,13 @@ class KernelArguments:
 
     def __init__(self, maps: Sequence[bytes], struct: ctypes.Structure, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        size = len(maps) * MAP_BYTES
+        size = len(maps) * _MAP_BYTES
         self._memory = ctypes.create_string_buffer(size + 64)
         start = -(-ctypes.addressof(self._memory) // 64) * 64  # maps want to be aligned
         self._struct = struct
-        places = [start + index * MAP_BYTES for index in range(len(maps))]
+        places = [start + index * _MAP_BYTES for index in range(len(maps))]
         for place, tensor_map in zip(places, maps, strict=True):
-            ctypes.memmove(place, tensor_map, MAP_BYTES)
+            ctypes.memmove(place, tensor_map, _MAP_BYTES)
         self._pointers = (ctypes.c_void_p * (len(maps) + 1))(*places, ctypes.addressof(struct))
         self.address = ctypes.addressof(self._pointers)
 
@@ -123,13 +122,6 @@ def make_tensor_map(matrix: Tensor, box_rows: int, box_columns: int) -> bytes:
         )
     )
     return b"".join(int(word).to_bytes(8, "little") for word in encoded.opaque)
-
-
-@cache
-def load_kernel(source: Path, name: str, defines: tuple[tuple[str, int], ...], device: int) -> CudaKernel:
-    """One `CudaKernel` for each set of defines and device."""
-    with torch.cuda.device(device):
-        return CudaKernel(source, name, dict(defines))
 
 
 def _driver() -> Any:

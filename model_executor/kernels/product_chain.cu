@@ -82,8 +82,8 @@ struct __align__(64) Map {  // a CUtensorMap of [K / 64][rows][64] elements; 128
 };
 
 struct Arguments {
-    const u16 *stream_in, *post_norm, *next_norm, *bias;
-    u16 *stream_out, *scaled_mlp, *activated, *scaled_next, *out;
+    const u16 *post_norm, *next_norm, *bias;
+    u16 *stream, *scaled_mlp, *activated, *scaled_next, *out;
     float *mlp_sums, *next_sums;  // [NUM_SMS, SUM_TOKENS]
     u64* counters;                // [3], of programs that have ended each product but the last
     int num_tokens;
@@ -355,7 +355,7 @@ __device__ __forceinline__ void consume(Ring& ring, const Arguments& a, float* s
                 for (int offset = WIDTH / 2; offset; offset /= 2) square += __shfl_xor_sync(~0u, square, offset);
                 if (is_used) {
                     (KIND == OUTPUT ? a.scaled_mlp : a.scaled_next)[to] = to_bfloat16(y * to_float(norm[r]));
-                    if (KIND == DOWN) a.stream_out[to] = rounded;
+                    if (KIND == DOWN) a.stream[to] = rounded;
                     float* program_sums = (KIND == OUTPUT ? a.mlp_sums : a.next_sums) + blockIdx.x * SUM_TOKENS;
                     if (column == 0) program_sums[token] = square;
                 }
@@ -392,7 +392,7 @@ extern "C" __global__ void __launch_bounds__(NUM_THREADS + 32, 1)
             const int place = threadIdx.x + r * NUM_THREADS, token = place / Output::COLUMNS;
             const int column = place % Output::COLUMNS, n = Output::first() * 8 + column;
             if (column < Output::mine() * 8 && token < a.num_tokens) {
-                kept[r] = a.stream_in[token * HIDDEN + n];
+                kept[r] = a.stream[token * HIDDEN + n];
                 post_norm[r] = a.post_norm[n];
                 next_norm[r] = a.next_norm[n];
             }

@@ -12,14 +12,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from model_executor.kernels.cuda_source import KernelArguments, load_kernel, make_tensor_map
+from model_executor.kernels.cuda_source import CudaKernel, KernelArguments, make_tensor_map
+from model_executor.kernels.fused_gemm import fused_gemm_ref
 
 MAX_TOKENS = 16
 _NUM_THREADS = 288  # of a program
@@ -57,7 +57,7 @@ class _Arguments(ctypes.Structure):
     """`Arguments` of product_chain.cu."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("stream_in", "post_norm", "next_norm", "bias", "stream_out")),
+        *((name, ctypes.c_void_p) for name in ("post_norm", "next_norm", "bias", "stream")),
         *((name, ctypes.c_void_p) for name in ("scaled_mlp", "activated", "scaled_next", "out")),
         *((name, ctypes.c_void_p) for name in ("mlp_sums", "next_sums", "counters")),
         ("num_tokens", ctypes.c_int),
@@ -65,18 +65,23 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-def fits(hidden: int, attended: int, inner: int, next_sizes: tuple[int, ...], num_programs: int) -> bool:
+def num_programs(device: torch.device) -> int:
+    """Programs of a launch: one a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def fits(hidden: int, attended: int, inner: int, next_sizes: tuple[int, ...], programs: int) -> bool:
     """Whether the kernel can share out products of these sizes.
 
     Args:
         hidden, attended, inner: inner elements of products.
         next_sizes: columns of those at the ends of chains.
-        num_programs: multiprocessors of the device.
+        programs: of a launch on the device.
     """
     inners = (hidden, attended, inner)
     if any(size % 64 or size < _MIN_INNER for size in inners) or any(size % 8 for size in next_sizes):
         return False
-    return hidden <= _MAX_HIDDEN_PER_PROGRAM * num_programs
+    return hidden <= _MAX_HIDDEN_PER_PROGRAM * programs
 
 
 def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
@@ -88,7 +93,7 @@ def runs_on(device: torch.device, dtype: torch.dtype) -> bool:
 
 def make_chain_buffers(hidden: int, inner: int, device: torch.device) -> ChainBuffers:
     """Buffers for all chains of a model."""
-    num_programs = _num_programs(device)
+    programs = num_programs(device)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -97,8 +102,8 @@ def make_chain_buffers(hidden: int, inner: int, device: torch.device) -> ChainBu
         scaled_mlp=zeros(MAX_TOKENS, hidden),
         activated=zeros(MAX_TOKENS, inner),
         scaled_next=zeros(MAX_TOKENS, hidden),
-        mlp_sums=zeros(num_programs, MAX_TOKENS, dtype=torch.float32),
-        next_sums=zeros(num_programs, MAX_TOKENS, dtype=torch.float32),
+        mlp_sums=zeros(programs, MAX_TOKENS, dtype=torch.float32),
+        next_sums=zeros(programs, MAX_TOKENS, dtype=torch.float32),
         counters=zeros(3, dtype=torch.int64),
     )
 
@@ -137,8 +142,7 @@ def prepare_product_chain(
     num_tokens, hidden = stream.shape
     if num_tokens > MAX_TOKENS or not len(attended) == len(out) == num_tokens:
         raise ValueError(f"{len(attended)}, {num_tokens} and {len(out)} tokens: not the same, or over {MAX_TOKENS}")
-    device = stream.device
-    num_programs = _num_programs(device)
+    programs = num_programs(stream.device)
     rows = 8 if num_tokens <= 8 else 16
     defines = {
         "HIDDEN": hidden,
@@ -146,15 +150,11 @@ def prepare_product_chain(
         "INTER": weights.down.shape[1],
         "NEXT": out.shape[1],
         "ROWS": rows,
-        "NUM_SMS": num_programs,
+        "NUM_SMS": programs,
         "HAS_BIAS": int(weights.next_bias is not None),
         "MAX_WAIT_MS": max_wait_ms,
     }
-    source = Path(__file__).with_name("product_chain.cu")
-    kernel = load_kernel(source, "product_chain", tuple(defines.items()), device.index)
-    shared_bytes, *boxes = kernel.read_ints("plan")
-    kernel.allow_shared_memory(shared_bytes)
-    box_sizes = list(zip(boxes[::2], boxes[1::2], strict=True))  # rows and inner elements, of each product
+    kernel, shared_bytes, box_sizes = _load_kernel(tuple(defines.items()), stream.device.index)
     matrices = (weights.output, weights.gate_up, weights.down, weights.next)
     inputs = (
         attended,
@@ -163,11 +163,11 @@ def prepare_product_chain(
     maps = [make_tensor_map(matrix, *box) for matrix, box in zip(matrices, box_sizes, strict=True)]
     maps += [make_tensor_map(x, rows, columns) for x, (_, columns) in zip(inputs, box_sizes, strict=True)]
     bias = weights.post_norm if weights.next_bias is None else weights.next_bias  # without HAS_BIAS nobody looks
-    tensors = (stream, weights.post_norm, weights.next_norm, bias, stream, buffers.scaled_mlp, buffers.activated)
+    tensors = (weights.post_norm, weights.next_norm, bias, stream, buffers.scaled_mlp, buffers.activated)
     tensors += (buffers.scaled_next, out, buffers.mlp_sums, buffers.next_sums, buffers.counters)
     struct = _Arguments(*(tensor.data_ptr() for tensor in tensors), num_tokens, eps)
     arguments = KernelArguments(maps, struct, (*matrices, *inputs, *tensors))
-    return partial(kernel.launch, num_programs, _NUM_THREADS, shared_bytes, arguments)
+    return partial(kernel.launch, programs, _NUM_THREADS, shared_bytes, arguments)
 
 
 def product_chain_ref(attended: Tensor, stream: Tensor, weights: ChainWeights, eps: float) -> tuple[Tensor, Tensor]:
@@ -176,21 +176,20 @@ def product_chain_ref(attended: Tensor, stream: Tensor, weights: ChainWeights, e
     Returns:
         The stream, [num_tokens, hidden] of its dtype, and out, [num_tokens, N] float64.
     """
-
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x.double(), weight.double())
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x.double(), (x.shape[-1],), weight.double(), eps)
-
     dtype = stream.dtype
-    stream = (linear(attended, weights.output) + stream.double()).to(dtype)
-    gate, up = linear(norm(stream, weights.post_norm), weights.gate_up).chunk(2, dim=-1)
-    activated = (F.silu(gate) * up).to(dtype)
-    stream = (linear(activated, weights.down) + stream.double()).to(dtype)
-    out = linear(norm(stream, weights.next_norm), weights.next)
-    return stream, out if weights.next_bias is None else out + weights.next_bias.double()
+    stream = fused_gemm_ref(attended, weights.output, residual=stream).to(dtype)
+    activated = fused_gemm_ref(stream, weights.gate_up, norm_weight=weights.post_norm, eps=eps, silu=True).to(dtype)
+    stream = fused_gemm_ref(activated, weights.down, residual=stream).to(dtype)
+    return stream, fused_gemm_ref(stream, weights.next, norm_weight=weights.next_norm, eps=eps, bias=weights.next_bias)
 
 
-def _num_programs(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@cache
+def _load_kernel(
+    defines: tuple[tuple[str, int], ...], device: int
+) -> tuple[CudaKernel, int, tuple[tuple[int, int], ...]]:
+    """The kernel, the shared memory that a program asks for, and rows and inner elements of each product's boxes."""
+    with torch.cuda.device(device):
+        kernel = CudaKernel(Path(__file__).with_name("product_chain.cu"), "product_chain", dict(defines))
+        shared_bytes, *boxes = kernel.read_ints("plan")
+        kernel.allow_shared_memory(shared_bytes)
+    return kernel, shared_bytes, tuple(zip(boxes[::2], boxes[1::2], strict=True))

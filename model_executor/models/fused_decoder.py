@@ -25,6 +25,7 @@ from model_executor.kernels.product_chain import (
     ChainBuffers,
     ChainWeights,
     make_chain_buffers,
+    num_programs,
     prepare_product_chain,
     runs_on,
 )
@@ -128,8 +129,8 @@ class FusedDecoder:
         self._can_fuse = all(fits(n, k) for n, k in shapes) and not config.mlp_bias and not config.o_bias
         self._can_chain = False
         if uses_chains and self._can_fuse and runs_on(self.device, self.dtype):
-            num_programs = torch.cuda.get_device_properties(self.device).multi_processor_count
-            self._can_chain = chain_fits(hidden, attended, inner, (self._qkv_size, config.vocab_size), num_programs)
+            next_sizes = (self._qkv_size, config.vocab_size)
+            self._can_chain = chain_fits(hidden, attended, inner, next_sizes, num_programs(self.device))
 
     def make_buffers(self, max_tokens: int, max_places: int, max_reqs: int, width: int) -> StepBuffers:
         """Activations for steps of at most `max_tokens` tokens, `max_places` places to sample and `max_reqs` entries.

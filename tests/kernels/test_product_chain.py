@@ -150,21 +150,21 @@ def test_a_source_that_does_not_compile_says_what_the_compiler_said(hopper: torc
         CudaKernel(source, "broken", {"SIZE": 1})
 
 
-MODELS: list[tuple[str, dict[str, Any]]] = [
-    ("LlamaForCausalLM", {}),
-    ("Qwen2ForCausalLM", {}),  # a bias behind qkv
-    ("Qwen3ForCausalLM", {}),  # norms of heads in front of attention
+MODELS = [
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",  # a bias behind qkv
+    "Qwen3ForCausalLM",  # norms of heads in front of attention
 ]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_reqs", "width"), [(1, 1), (3, 2), (4, 4)])
-@pytest.mark.parametrize(("architecture", "sizes"), MODELS)
+@pytest.mark.parametrize("architecture", MODELS)
 def test_a_decoder_with_chains_gives_the_logits_of_one_without(
-    tmp_path: Path, hopper: torch.device, architecture: str, sizes: dict[str, Any], num_reqs: int, width: int
+    tmp_path: Path, hopper: torch.device, architecture: str, num_reqs: int, width: int
 ) -> None:
     wide: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64}
-    make_model(tmp_path, architecture, num_hidden_layers=4, initializer_range=0.05, **(wide | sizes))
+    make_model(tmp_path, architecture, num_hidden_layers=4, initializer_range=0.05, **wide)
     max_len = 128
     loaded = load_parameters(tmp_path, "bfloat16", hopper, max_len, progress=False)
     config = loaded.config
@@ -219,7 +219,7 @@ def test_a_decoder_with_chains_gives_the_logits_of_one_without(
 def test_sizes_that_can_be_shared_out(
     hidden: int, attended: int, inner: int, next_sizes: tuple[int, ...], does_fit: bool
 ) -> None:
-    assert chain.fits(hidden, attended, inner, next_sizes, num_programs=132) == does_fit
+    assert chain.fits(hidden, attended, inner, next_sizes, programs=132) == does_fit
 
 
 def test_tokens_that_do_not_belong_together_are_refused(device: torch.device) -> None:
